@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,12 @@ def num_read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 #: A model that drafts for itself is always right, if it has read what it says that it has.
 KINDS = ("itself", "glm4_moe", "qwen3_5_text")
+of_every_kind = pytest.mark.parametrize(
+    "served", mostly_slow(KINDS, but=["itself", "qwen3_5_text"]), indirect=True
+)
 
 
-@pytest.fixture(scope="module", params=mostly_slow(KINDS, but=["itself", "qwen3_5_text"]))
+@pytest.fixture(scope="module")
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, SpeculationConfig]:
@@ -107,7 +111,13 @@ def expected(served: tuple[Path, SpeculationConfig]) -> list[list[int]]:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("served", "kind"),
+    mostly_slow(
+        product(KINDS, ["memory", "disk"]), but=[("itself", "memory"), ("qwen3_5_text", "disk")]
+    ),
+    indirect=["served"],
+)
 async def test_drafts_come_about_behind_loaded_blocks_and_change_no_token(
     served: tuple[Path, SpeculationConfig], expected: list[list[int]], kind: str, tmp_path: Path
 ) -> None:
@@ -129,6 +139,7 @@ async def test_drafts_come_about_behind_loaded_blocks_and_change_no_token(
             assert stats.num_accepted_tokens == stats.num_draft_tokens
 
 
+@of_every_kind
 async def test_a_drafting_model_does_not_read_again_what_is_loaded(
     served: tuple[Path, SpeculationConfig],
     expected: list[list[int]],
@@ -169,6 +180,7 @@ async def test_an_engine_with_another_drafting_model_has_another_folder(tmp_path
 
 
 @pytest.mark.dist
+@of_every_kind
 async def test_drafts_of_the_first_of_two_ranks_are_kept_beside_both_parts(
     served: tuple[Path, SpeculationConfig], expected: list[list[int]], tmp_path: Path
 ) -> None:

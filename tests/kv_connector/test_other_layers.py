@@ -65,15 +65,14 @@ WITH_STATES: dict[str, dict[str, Any]] = {
 MODELS = WITH_STATES | WITH_WINDOWS
 NUM_TOKENS = 24
 with_states = pytest.mark.parametrize(
-    "model", mostly_slow(WITH_STATES, but=["qwen3_5_text", "mamba"]), indirect=True
+    "model", mostly_slow(WITH_STATES, but=["qwen3_5_text"]), indirect=True
 )
-with_windows = pytest.mark.parametrize("model", WITH_WINDOWS, indirect=True)
+with_windows = pytest.mark.parametrize(
+    "model", mostly_slow(WITH_WINDOWS, but=["gemma3_text"]), indirect=True
+)
 
 
-@pytest.fixture(
-    scope="module",
-    params=mostly_slow(MODELS, but=["qwen3_5_text", "mamba", "mistral", "gemma3_text"]),
-)
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / request.param  # by its name a test knows its kind
     return make_model(request.param, folder, **MODELS[request.param])
@@ -104,8 +103,17 @@ def plenty(model: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "depth"),
-    mostly_slow(itertools.product(["memory", "disk"], [1, 2]), but=[("memory", 1), ("disk", 2)]),
+    ("model", "kind", "depth"),
+    mostly_slow(
+        itertools.product(MODELS, ["memory", "disk"], [1, 2]),
+        but=[
+            ("qwen3_5_text", "disk", 2),
+            ("mamba", "memory", 1),
+            ("mistral", "memory", 2),
+            ("gemma3_text", "disk", 1),
+        ],
+    ),
+    indirect=["model"],
 )
 async def test_blocks_states_and_windows_from_outside_give_the_same_tokens(
     model: Path, expected: list[list[int]], kind: str, depth: int, tmp_path: Path
@@ -181,6 +189,7 @@ async def test_a_consumer_goes_on_behind_the_prompt_that_a_producer_has_computed
             assert output.num_cached_tokens == (len(prompt) - 1) // 8 * 8
 
 
+@pytest.mark.parametrize("model", mostly_slow(MODELS, but=["mamba", "gemma3_text"]), indirect=True)
 async def test_what_policies_swap_comes_back_with_its_state_or_window(
     model: Path, expected: list[list[int]]
 ) -> None:
@@ -199,7 +208,19 @@ async def test_what_policies_swap_comes_back_with_its_state_or_window(
     assert OffloadsAtEveryTurn.num_prefetches > before[1]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "gone", "changed"])
+@pytest.mark.parametrize(
+    ("model", "damage"),
+    mostly_slow(
+        itertools.product(MODELS, ["truncated", "gone", "changed"]),
+        but=[
+            ("qwen3_5_text", "changed"),
+            ("mamba", "gone"),
+            ("mistral", "changed"),
+            ("gemma3_text", "truncated"),
+        ],
+    ),
+    indirect=["model"],
+)
 async def test_a_lost_or_damaged_state_or_window_means_a_shorter_find(
     model: Path, expected: list[list[int]], damage: str, tmp_path: Path
 ) -> None:

@@ -4,12 +4,14 @@ import asyncio
 import gzip
 import io
 import json
+from itertools import zip_longest
 
 import pytest
 
 from aioserve.server.fields import FIELDS
 from aioserve.server.routes import all_routes
 from tests.server.bad_bodies import BIG, WRONG, check, mutations
+from tests.slow import mostly_slow
 
 COMPLETION = {"prompt": "Hello", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
@@ -254,7 +256,11 @@ def test_every_route_with_a_body_is_given_bad_ones():
     assert GOOD.keys() == DECODERS.keys()
 
 
-@pytest.mark.parametrize("path", GOOD)
+# By another name, in `make test-all` alone.
+ALIASES = ("/score", "/rerank", "/v1/rerank")
+
+
+@pytest.mark.parametrize("path", mostly_slow(GOOD, but=GOOD.keys() - set(ALIASES)))
 async def test_whatever_is_wrong_with_a_body_it_is_refused_in_words_and_the_next_is_served(
     reranker, path
 ):
@@ -274,7 +280,10 @@ async def test_whatever_is_wrong_with_a_body_it_is_refused_in_words_and_the_next
     assert set((await server.gauges()).values()) == {0}
 
 
-@pytest.mark.parametrize("path", [path for path, decoder in DECODERS.items() if decoder.unserved])
+UNSERVED = [path for path, decoder in DECODERS.items() if decoder.unserved]
+
+
+@pytest.mark.parametrize("path", mostly_slow(UNSERVED, but=set(UNSERVED) - set(ALIASES)))
 async def test_fields_that_are_not_served_are_refused_by_name_unless_they_ask_for_nothing(
     reranker, path
 ):
@@ -286,16 +295,23 @@ async def test_fields_that_are_not_served_are_refused_by_name_unless_they_ask_fo
         assert error.get("param", name) == name
         assert f"{name} is not supported" in error["message"]
         assert field.instead in error["message"]
-        for value in (None, *field.no_ops):
-            answer = await server.request("POST", path, json={**base, name: value})
-            assert answer.status == 200, (name, value, answer)
+    asked = {
+        name
+        for name, field in decoder.unserved.items()
+        if any(no_op is True for no_op in field.no_ops) and False not in field.no_ops
+    }
+    for name in asked:
         answer = await server.request("POST", path, json={**base, name: False})
-        is_asked = any(no_op is True for no_op in field.no_ops) and False not in field.no_ops
-        assert answer.status == (400 if is_asked else 200), (name, answer)
-    for name in decoder.hints:
-        value = {} if name in ("nvext", "kv_hints", "vllm_xargs") else {"a": ["b"]}
-        answer = await server.request("POST", path, json={**base, name: value})
-        assert answer.status == 200, (name, answer)
+        assert answer.status == 400, (name, answer)
+    objects = ("nvext", "kv_hints", "vllm_xargs")
+    quiet = [{name: None for name in decoder.unserved}]
+    quiet += [{name: False for name in decoder.unserved if name not in asked}]
+    quiet += [{name: {} if name in objects else {"a": ["b"]} for name in decoder.hints}]
+    for values in zip_longest(*(field.no_ops for field in decoder.unserved.values())):
+        quiet.append(dict(zip(decoder.unserved, values, strict=True)))
+    for fields in quiet:
+        answer = await server.request("POST", path, json={**base, **fields})
+        assert answer.status == 200, (fields, answer)
 
 
 async def test_a_value_that_only_resembles_false_is_refused(server):

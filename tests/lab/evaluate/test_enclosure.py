@@ -22,6 +22,7 @@ from aioserve.lab.workloads.workload import Workload
 from aioserve.lab.zoo.standing import load_policies, load_workload, measure_run, prepared
 from aioserve.scheduler import Request, available_policies
 from tests.lab.evaluate import cheats
+from tests.slow import mostly_slow
 
 RUN = {"workload": "documents", "seed": 7, "requests": 120}
 
@@ -108,7 +109,8 @@ def test_a_walk_finds_no_lengths_and_no_arrivals(enclosure: Enclosure, way: str)
     assert "found []" in found.story
 
 
-@pytest.mark.parametrize("way", cheats.WALKS)
+# Everything that a process of pytest holds is much to walk through.
+@pytest.mark.parametrize("way", mostly_slow(cheats.WALKS, but=["the heap", "frames", "tasks"]))
 def test_the_same_walk_finds_them_where_the_workload_is(tmp_path: Path, way: str) -> None:
     path = tmp_path / "walks.py"
     path.write_text(cheats.WALKS[way])
@@ -148,21 +150,24 @@ def test_a_policy_that_stops_its_clocks_costs_what_it_costs(enclosure: Enclosure
 
 @pytest.mark.parametrize(
     ("policy", "workload"),
-    [
-        ("chunked_prefill", "agents"),
-        ("fcfs", "documents"),
-        ("latency_budget", "code"),
-        ("mlfq", "tenants"),
-        ("deadline", "chat"),
-    ],
+    mostly_slow(
+        [
+            ("chunked_prefill", "agents"),
+            ("fcfs", "documents"),
+            ("latency_budget", "code"),
+            ("mlfq", "tenants"),
+            ("deadline", "chat"),
+        ],
+        but=[("chunked_prefill", "agents"), ("mlfq", "tenants")],
+    ),
 )
 def test_a_run_is_the_same_wherever_the_policy_is(
     enclosure: Enclosure, policy: str, workload: str
 ) -> None:
-    arguments = {"workload": workload, "seed": 7, "requests": 80}
+    arguments = {"workload": workload, "seed": 7, "requests": 50}
     found = enclosure.run(Task(read_policy(policy), "mine.py", "run", arguments, 600))
     assert found.failure == "", found
-    same = load_workload(workload, 7).cut(limit=80)
+    same = load_workload(workload, 7).cut(limit=50)
     name = available_policies()[policy].value
     [candidate] = load_policies([name])
     expected = measure_run(simulate(prepared(candidate, same).config, same), same)
