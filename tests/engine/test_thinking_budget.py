@@ -115,6 +115,24 @@ async def test_any_budget_is_as_if_the_caller_had_written_the_mark() -> None:
                     assert TOKENIZER.decode(found.token_ids[:limit], True) == thought
 
 
+SEVERAL = [
+    params(limit, seed=seed, temperature=temperature)
+    for seed, limit in enumerate((0, 3, 11, 12, 25, None, 39))
+    for temperature in (0.0, 1.0)
+]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    """The tokens of each of `SEVERAL` where the engine has no other request."""
+
+    async def ask_in_turn() -> list[list[int]]:
+        async with AsyncEngine(config()) as engine:
+            return [(await reply(engine, one)).token_ids for one in SEVERAL]
+
+    return asyncio.run(ask_in_turn())
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -125,16 +143,11 @@ async def test_any_budget_is_as_if_the_caller_had_written_the_mark() -> None:
     ],
     ids=["steps ahead", "preempted", "drafts", "chunks"],
 )
-async def test_requests_of_one_batch_keep_to_their_own_budgets(changes: dict[str, Any]) -> None:
-    wanted = [
-        params(limit, seed=seed, temperature=temperature)
-        for seed, limit in enumerate((0, 3, 11, 12, 25, None, 39))
-        for temperature in (0.0, 1.0)
-    ]
-    async with AsyncEngine(config()) as engine:
-        alone = [(await reply(engine, one)).token_ids for one in wanted]
+async def test_requests_of_one_batch_keep_to_their_own_budgets(
+    changes: dict[str, Any], alone: list[list[int]]
+) -> None:
     async with AsyncEngine(config(**changes)) as engine:
-        together = await asyncio.gather(*(reply(engine, one) for one in wanted))
+        together = await asyncio.gather(*(reply(engine, one) for one in SEVERAL))
         if "blocks" in changes:
             assert stats_of(engine).num_preemptions
     assert [found.token_ids for found in together] == alone
@@ -147,7 +160,7 @@ async def test_the_mark_is_drafted_where_the_next_steps_are_not_planned_ahead() 
         assert num_steps <= 40 - (len(MARK) - 2)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(limit=st.integers(0, 45), seed=st.integers(0, 2**32), is_ahead=st.booleans())
 async def test_random_budgets_are_held_and_replayed(limit: int, seed: int, is_ahead: bool) -> None:
     own = config(pipeline_depth=2) if is_ahead else config(speculation="ngram")

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from aioserve.request import EncoderInput, Request, RequestStatus, WaitReason
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, Step
 from aioserve.testing import SchedulerHarness
+from tests.slow import mostly_slow
 
 NUM_STEPS = 16
 
@@ -78,8 +80,10 @@ SHORT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("short", SHORT)
-@pytest.mark.parametrize("pipeline_depth", [1, 2])
+@pytest.mark.parametrize(
+    ("pipeline_depth", "short"),
+    mostly_slow(product([1, 2], SHORT), but=[(1, "blocks"), *((2, short) for short in SHORT)]),
+)
 def test_a_request_takes_just_what_it_needs_or_nothing(short: str, pipeline_depth: int) -> None:
     harness = SchedulerHarness(Displaces, pipeline_depth=pipeline_depth, **SHORT[short])
     rng = random.Random(3)

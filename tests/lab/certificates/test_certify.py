@@ -57,6 +57,25 @@ def run_documents(candidates: Any, seeds: Any, num_jobs: int = 1, progress: Any 
     return [dict.fromkeys(WORKLOADS, scores["documents"]) for scores in found]
 
 
+@pytest.fixture
+def contract_once(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The contract of a class runs once; its later runs, which would say the same of the same
+    class, are noted here and get what it said.
+    """
+    noted: list[Path] = []
+    found: dict[str, Contract] = {}
+
+    def run_once(file: Path, policy: str, options: dict[str, Any], examples: int) -> Contract:
+        noted.append(file)
+        key = f"{policy} {options} {examples}"
+        if key not in found:
+            found[key] = run_contract(file, policy, options, examples)
+        return found[key]
+
+    monkeypatch.setattr(module, "run_contract", run_once)
+    return noted
+
+
 def test_a_policy_that_loses_requests_has_a_broken_rule_with_its_story(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(FORGETS)
@@ -71,7 +90,10 @@ def test_a_policy_that_loses_requests_has_a_broken_rule_with_its_story(tmp_path:
 
 @pytest.mark.usefixtures("short_zoo")
 def test_a_certificate_is_of_its_file_and_of_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    contract_once: list[Path],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "policies/fcfs.py", "mine.py")
@@ -89,6 +111,7 @@ def test_a_certificate_is_of_its_file_and_of_no_other(
     checking = ["certify", "--check", "mine.certificate.json", "mine.py"]
     assert main(checking) == 0
     assert "is a certificate of mine.py" in capsys.readouterr().out
+    assert len(contract_once) == 2, "a check runs the contract again"
     data = json.loads(Path("mine.certificate.json").read_bytes())
     data["zoo"]["scores"]["agents"]["in_time"] = [0.99]
     data["contract"]["rules"][0]["outcome"] = "broken"

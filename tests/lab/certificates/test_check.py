@@ -37,7 +37,8 @@ def test_a_sound_policy_is_exit_code_0(tmp_path: Path) -> None:
 
 
 def test_a_format_of_replies_has_its_own_contract(tmp_path: Path) -> None:
-    code, output = check(tmp_path, "mine:Bad", "--kind", "format", mine=FORMATS)
+    words = ("--kind", "format", "--examples", "20")
+    code, output = check(tmp_path, "mine:Bad", *words, mine=FORMATS)
     assert code == 1, output
     assert "Bad loses or changes text that is no call" in output
 

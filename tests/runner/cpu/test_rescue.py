@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.params import PoolingParams, SamplingParams
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
@@ -14,8 +16,16 @@ from aioserve.runner.batch import rescue
 from aioserve.runner.batch.input_batch import SHARED
 from aioserve.runner.batch.rescue import NO_MEMORY
 from aioserve.runner.cpu.executor import StepExecutor
+from aioserve.runner.cpu.load import load_on_cpu
 from tests.models import VOCAB_SIZE
-from tests.runner.driver import BLOCK_SIZE, Driver, MakeDriver, random_prompt
+from tests.runner.driver import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    Driver,
+    MakeDriver,
+    make_config,
+    random_prompt,
+)
 
 POISON = VOCAB_SIZE - 1  # a token over which the forward pass of these tests raises
 
@@ -62,12 +72,12 @@ def prompts(count: int = 7) -> Iterator[tuple[str, list[int]]]:
         yield f"n{seed}", [token_id % POISON for token_id in prompt]
 
 
-@pytest.fixture
-def expected(make_driver: MakeDriver) -> dict[str, list[int]]:
+@pytest.fixture(scope="module")
+def expected(model_path: Callable[..., Path]) -> dict[str, list[int]]:
     """What each of the prompts is answered alone."""
-    found = {}
+    found, config = {}, make_config(model_path("llama"))
     for name, prompt in prompts():
-        driver = make_driver()
+        driver = Driver(load_on_cpu(config, ModelInfo(config.model)), NUM_BLOCKS, BLOCK_SIZE)
         driver.add(name, prompt)
         found[name] = list(driver.generate(name, 8))
         driver.runner.close()
@@ -81,8 +91,7 @@ def finish_all(driver: Driver, names: list[str]) -> dict[str, list[int]]:
     return {name: driver.sequences[name].output[:8] for name in names}
 
 
-@pytest.mark.parametrize("place", [0, 3, 7])
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize(("kind", "place"), [("llama", 0), ("llama", 7), ("mistral", 3)])
 def test_the_one_that_makes_a_step_raise_fails_alone(
     kind: str, place: int, make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

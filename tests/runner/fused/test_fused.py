@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from aioserve.runner.loader import AnyModel
 from aioserve.runner.served_model import ServedModel
 from tests.models import VOCAB_SIZE, make_model
 from tests.runner.driver import Driver, make_config
+from tests.slow import mostly_slow
 from tests.variants import DTYPE, needs_kernels
 
 BLOCK_SIZE = 16
@@ -150,8 +152,13 @@ def test_fused_logits_are_those_of_the_modules(case: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("without_kernels")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    mostly_slow(
+        product(["qwen2", "qwen3", "smollm3"], ["float32", "bfloat16", "float16"]),
+        but=[("qwen2", "float16"), ("qwen3", "bfloat16"), ("smollm3", "float32")],
+    ),
+)
 def test_plain_torch_serves_where_there_are_no_kernels(
     kind: str, dtype: str, tmp_path: Path
 ) -> None:
@@ -207,8 +214,13 @@ def test_norm_that_adds_one_to_its_weight_is_not_that_of_llama() -> None:
         _rms_norm(GemmaRMSNorm(32), torch.float32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("wrong", ["qkv", "output", "down", "norm"])
+@pytest.mark.parametrize(
+    ("wrong", "dtype"),
+    mostly_slow(
+        product(["qkv", "output", "down", "norm"], ["float32", "bfloat16"]),
+        but=[("qkv", "float32"), ("output", "bfloat16"), ("down", "float32"), ("norm", "bfloat16")],
+    ),
+)
 def test_one_wrong_layer_is_found_and_nothing_is_lost(
     wrong: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -240,8 +252,18 @@ def test_one_wrong_layer_is_found_and_nothing_is_lost(
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("wrong", ["an expert", "a bias", "the router", "the shares"])
+@pytest.mark.parametrize(
+    ("wrong", "dtype"),
+    mostly_slow(
+        product(["an expert", "a bias", "the router", "the shares"], ["float32", "bfloat16"]),
+        but=[
+            ("an expert", "bfloat16"),
+            ("a bias", "bfloat16"),
+            ("the router", "float32"),
+            ("the shares", "float32"),
+        ],
+    ),
+)
 def test_a_wrong_part_of_experts_is_found(
     wrong: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -337,7 +359,9 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "smollm3"])
+@pytest.mark.parametrize(
+    "kind", mostly_slow(["llama", "qwen2", "qwen3", "mistral", "smollm3"], but=["qwen2", "smollm3"])
+)
 def test_bfloat16_is_as_near_to_float32_as_the_modules_are(kind: str, tmp_path: Path) -> None:
     make_model(kind, tmp_path, num_hidden_layers=6, initializer_range=0.05)
     step = one_prompt(200, sampling=list(range(200)))
