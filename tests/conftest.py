@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -31,6 +32,12 @@ pytest.register_assert_rewrite("tests.policies", "tests.runner", "tests.server")
 # wait for its core, and the first for it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+# As in the Makefile: where Python may not keep what it has compiled, each of a hundred processes
+# would compile all of aioserve anew, and each worker all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 # What servers keep for their next start is kept for this run alone: all workers inherit it.
@@ -66,11 +73,13 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: to look at them again takes a full collection half a
-    second, and runners that give their models back make one each.
+    second, and runners that give their weights back make one each. So no runner thaws them, and
+    no server freezes what a test has made.
     """
     gc.collect()
     gc.freeze()
     gc.enable()
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 class Kept:

@@ -4,6 +4,7 @@ import ast
 import functools
 import subprocess
 import sys
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -38,6 +39,16 @@ def module_level_imports(path: Path) -> set[str]:
     return {name for name in found if name.split(".")[0] == "aioserve"}
 
 
+def all_statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Statements at any depth, among which all imports are, without a look into expressions."""
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            todo += getattr(node, name, ())
+
+
 def module_name(path: Path) -> str:
     """Of policies, where setup.py puts them."""
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -56,7 +67,7 @@ def known_modules() -> dict[str, set[str]]:
     known = {}
     for name, path in MODULES.items():
         found: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in all_statements(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:

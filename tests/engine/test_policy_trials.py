@@ -14,6 +14,7 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, EngineSnapshot, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.engine.operations import FindReport, TryPolicy
+from aioserve.engine.operations.commands import Report
 from aioserve.errors import AioserveError, ConfigError, EngineOverloadedError, RequestError
 from aioserve.lab.comparison.bootstrap import MIN_BLOCKS
 from aioserve.lab.comparison.measures import REQUESTS_PER_BLOCK
@@ -141,18 +142,29 @@ async def test_where_nothing_is_said_it_records_until_there_is_a_verdict() -> No
     assert "requests more" not in report.words
 
 
-async def test_of_few_requests_it_is_said_how_many_are_missing() -> None:
-    async with busy() as engine:
-        report = await engine.ask(TryPolicy("fcfs", {}, 200, 20))  # and not 200 s
+@pytest.fixture(scope="module")
+def short() -> Report:
+    """A trial that ends with 20 requests, and not after 200 s."""
+
+    async def record() -> Report:
+        async with busy() as engine:
+            return await engine.ask(TryPolicy("fcfs", {}, 200, 20))
+
+    return asyncio.run(record())
+
+
+def test_of_few_requests_it_is_said_how_many_are_missing(short: Report) -> None:
+    report = short
     assert 20 <= report.num_requests < 200
     assert report.num_missing == 200 - report.num_requests
     assert f"a recorded trace needs {report.num_missing} requests more" in report.words
     assert not any(" .. " in line for line in report.words.splitlines() if "TTFT" in line)
 
 
-async def test_what_was_measured_stands_beside_the_simulation_of_the_live_policy() -> None:
-    async with busy() as engine:
-        report = await engine.ask(TryPolicy("fcfs", {}, 200, 20))
+def test_what_was_measured_stands_beside_the_simulation_of_the_live_policy(
+    short: Report,
+) -> None:
+    report = short
     lines = [line for line in report.words.splitlines() if line]
     assert lines[2].startswith(f"On these {report.num_requests} requests, fcfs against chunked_")
     assert lines[3] == "That is exact in the simulation; an interval is about other requests."

@@ -15,6 +15,7 @@ from aioserve.engine.chat.reply_format import (
 )
 from aioserve.engine.chat.reply_reader import HeldCalls
 from aioserve.features.formats import SHIPPED, Arguments, Call, Content, Function
+from tests.slow import mostly_slow
 
 TEXT, LIST, OBJECT = ({"type": name} for name in ("string", "array", "object"))
 FUNCTION = Function("f", {"type": "object", "properties": {"a": TEXT, "b": LIST, "c": OBJECT}})
@@ -40,7 +41,14 @@ def seconds(kind: type[ReplyFormat], text: str) -> float:
     return time.process_time() - began
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+#: In `make test`: of formats that are read by the same class with other marks, one.
+FEW_FORMATS = (
+    *("deepseek_v3", "deepseek_v32", "gemma4", "glm", "granite", "harmony", "hermes", "kimi_k2"),
+    *("lfm2", "llama3_json", "mistral", "qwen3_coder"),
+)
+
+
+@pytest.mark.parametrize("name", mostly_slow(SHIPPED, but=FEW_FORMATS))
 def test_the_time_to_read_a_reply_grows_with_the_reply_alone(name: str) -> None:
     kind = load_format(name)
     for begun in beginnings(kind):

@@ -113,5 +113,7 @@ async def test_the_time_of_a_body_grows_with_the_body_alone() -> None:
         for what, (path, make) in BODIES.items():
             await seconds(server, path, make(1))  # what is made once
             few = min([await seconds(server, path, make(FEW)) for _ in range(3)])
-            many = min([await seconds(server, path, make(MANY)) for _ in range(2)])
-            assert many < 24 * few + 0.1, what  # 8 times as much; the square would be 64 times
+            many = await seconds(server, path, make(MANY))
+            if many >= 24 * few + 0.1:  # 8 times as much; the square would be 64 times
+                many = await seconds(server, path, make(MANY))
+            assert many < 24 * few + 0.1, what

@@ -53,8 +53,8 @@ CAUGHT_BY = {
     **{broken: (ROUTERS, words) for broken, words in broken_routers.CAUGHT_BY.items()},
     **{broken: (AUTOSCALERS, words) for broken, words in broken_autoscalers.CAUGHT_BY.items()},
 }
-# One that knows prefixes, one that moves requests, one that watches times.
-ONE_OF_A_KIND = ("prefix", "llumnix", "slo_attainment")
+# One that moves requests, one that watches times.
+ONE_OF_A_KIND = ("llumnix", "slo_attainment")
 FEW = ("AlwaysFirst", "LeavesOneOut", "Fraction", "NeverGrows")  # of the planted bugs
 
 

@@ -173,8 +173,9 @@ def seconds_to_take(num_tokens, text_of):
     ids=["none", "one by one", "at once"],
 )
 async def test_the_time_to_find_tokens_grows_with_the_reply_alone(text_of):
-    few, many = (min(seconds_to_take(n, text_of) for _ in range(3)) for n in (1000, 4000))
-    assert many < 12 * few + 0.05  # 4 times as many; the square would be 16 times
+    few = min(seconds_to_take(500, text_of) for _ in range(3))
+    # 8 times as many; the square would be 64 times
+    assert any(seconds_to_take(4000, text_of) < 24 * few + 0.05 for _ in range(3))
 
 
 async def test_a_reply_of_broken_bytes_with_logprobs_holds_no_other_request_up():
