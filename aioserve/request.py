@@ -42,6 +42,9 @@ READING_SPEED = "reading_speed"
 TOOL = "tool"
 #: A flag: nobody waits for the reply now.
 OFFLINE = "offline"
+#: Seconds after the end of the reply for which the client wants its prefix kept: a number.
+CACHE_SECONDS = "cache_seconds"
+MAX_CACHE_SECONDS = 3600.0
 
 
 def check_hints(hints: Mapping[str, object]) -> None:

@@ -284,6 +284,15 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     max_leased_share: Annotated[
         float, doc("share of the KV cache that prefixes pinned by a policy may hold", ge=0, le=1)
     ] = 0.5
+    max_client_leased_share: Annotated[
+        float,
+        doc(
+            "share of the KV cache that prefixes may hold which clients ask to keep "
+            "(cache_control.ttl, hint cache_seconds); 0: none",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.25
     max_waiting_requests: Annotated[
         PositiveInt, doc("queue limit in requests; beyond it requests are refused with 429")
     ] = 10_000

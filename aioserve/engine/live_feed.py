@@ -123,7 +123,7 @@ class Events(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A cached prefix that the policy has pinned for the next turn of a conversation."""
+    """A cached prefix that the policy or its client keeps for the next turn of a conversation."""
 
     user: str
     shown_id: str  # made of the conversation's name, and opens nothing

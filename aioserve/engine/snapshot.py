@@ -51,7 +51,7 @@ class StepSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A cached prefix that a policy has pinned for the next turn of a conversation."""
+    """A cached prefix that the policy or its client keeps for the next turn of a conversation."""
 
     user: str  # the client's name
     conversation: str  # the hint `session` of its requests, else the id of the request

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         BlockStored,
         ExternalPrefix,
         KVEvent,
+        LeaseLimits,
         OffloadPrice,
     )
     from aioserve.kv_cache.connector import (
@@ -57,6 +58,7 @@ _MODULES = {
         "BlockStored",
         "ExternalPrefix",
         "KVEvent",
+        "LeaseLimits",
         "OffloadPrice",
     ),
     "connector": (
@@ -102,6 +104,7 @@ __all__ = [
     "KVConnectorStats",
     "KVEvent",
     "KeptPool",
+    "LeaseLimits",
     "OffloadPrice",
     "Outside",
     "Resource",

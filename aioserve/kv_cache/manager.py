@@ -14,6 +14,7 @@ from aioserve.kv_cache.block_pool import (
     BlockPool,
     ExternalPrefix,
     KVEvent,
+    LeaseLimits,
     Leases,
     OffloadPrice,
     hash_blocks,
@@ -59,7 +60,7 @@ class KVCacheManager:
             from aioserve.kv_cache.loads import ConnectorLoads
 
             own.append(ConnectorLoads(connector, block_size, self.pool, own))
-        self.leases = Leases(self.pool)  # prefixes that a policy has pinned
+        self.leases = Leases(self.pool)  # prefixes that the policy and clients keep
         self.retention: Retention | None = None  # ranks that a policy states; None: LRU
         limits = [r.max_drafts for r in own if r.max_drafts is not None]
         self.max_drafts = min(limits, default=None)  # of a request in one step; None: any number
@@ -93,16 +94,16 @@ class KVCacheManager:
         self.planning, self.holding = tuple(having("plan")), tuple(having("holds_back"))
         self.wants_prices = bool(methods("learn_prices"))
 
-    def limit(self, limits: Iterable[LimitOf], max_leased_blocks: int) -> None:
+    def limit(self, limits: Iterable[LimitOf], lease_limits: LeaseLimits) -> None:
         """The settings of a scheduler limit these, unless another one does already."""
         if not self._limits:
-            self.leases.max_blocks = max_leased_blocks
+            self.leases.limit(lease_limits)
             self._limits = list(limits)
             self._unused += self._limits
 
-    def follow(self, limits: Iterable[LimitOf], max_leased_blocks: int) -> None:
+    def follow(self, limits: Iterable[LimitOf], lease_limits: LeaseLimits) -> None:
         """Another scheduler is in charge, with `limits` of its settings; leases and ranks end."""
-        self.leases.begin_anew(max_leased_blocks)
+        self.leases.begin_anew(lease_limits)
         if self.retention is not None:
             self.retention = self.retention.replace(self.retention, None)
         for mine, other in zip(self._limits, limits, strict=True):

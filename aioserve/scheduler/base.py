@@ -23,6 +23,8 @@ from aioserve.errors import (
 )
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import (
+    CACHE_SECONDS,
+    MAX_CACHE_SECONDS,
     PREDICTED_OUTPUT_TOKENS,
     ROW_VALUES,
     SLO_CLASS,
@@ -121,7 +123,7 @@ class BaseScheduler(SchedulerInterface):
     ) -> None:
         """Raises `ConfigError` if options or limits cannot work. `clock` returns seconds."""
         # Loaded with the first scheduler: to import a policy takes none of it.
-        from aioserve.kv_cache import EncoderLimits, make_limits
+        from aioserve.kv_cache import EncoderLimits, LeaseLimits, make_limits
         from aioserve.scheduler.blame import asking
         from aioserve.scheduler.memory import Memory, Ranks
         from aioserve.scheduler.stats import GaugeReader
@@ -161,8 +163,12 @@ class BaseScheduler(SchedulerInterface):
             chunk=config.encoder_chunk_tokens,
         )
         self._limits = make_limits(config.max_loras, encoder, kv_cache.pool)
-        self._max_leased = int(config.max_leased_share * kv_cache.pool.num_blocks)
-        kv_cache.limit(self._limits, self._max_leased)
+        num_blocks = kv_cache.pool.num_blocks
+        self._lease_limits = LeaseLimits(
+            int(config.max_leased_share * num_blocks),
+            int(config.max_client_leased_share * num_blocks),
+        )
+        kv_cache.limit(self._limits, self._lease_limits)
         self._step_time: OnlineStepTime | None = None
         if self.uses_step_time or kv_cache.wants_prices:
             from aioserve.scheduler.estimates import OnlineStepTime
@@ -404,8 +410,10 @@ class BaseScheduler(SchedulerInterface):
         conversation: a lease, of which each conversation of a client (hint `session`, else the
         request alone) has one. `unpin` ends it.
 
-        Leases hold at most the share `max_leased_share` of the KV blocks. The oldest make room for
-        a new one, and for a request beside which nothing runs. Returns the tokens that are kept.
+        The policy's leases hold at most the share `max_leased_share` of the KV blocks. The oldest
+        make room for a new one, and for a request beside which nothing runs. Leases that clients
+        ask for (hint `cache_seconds`) have another share, `max_client_leased_share`: `pin` replaces
+        such a lease of the conversation, `unpin` ends it. Returns the tokens that are kept.
         """
         block_ids = self.kv_cache.get_computed_blocks(request)
         num_blocks = self.kv_cache.leases.pin(request.conversation, block_ids, until)
@@ -436,7 +444,7 @@ class BaseScheduler(SchedulerInterface):
         other one has pinned ends.
         """
         self.book.just_ended = [] if self._on_end else None
-        self.kv_cache.follow(self._limits, self._max_leased)
+        self.kv_cache.follow(self._limits, self._lease_limits)
 
     def switch(self, settings: SchedulerConfig) -> SchedulerInterface:
         from aioserve.scheduler.registry import load_policy
@@ -637,10 +645,28 @@ class BaseScheduler(SchedulerInterface):
             output.parts[ROW_VALUES] = dict.fromkeys(rows, self.wants_row_values)
 
     def _end_hooks(self) -> tuple[Callable[[Request, str], None], ...]:
-        """Return what is called with each request that has ended; nothing unless a policy asks."""
+        """Return what is called with each request that has ended; what the policy itself does comes
+        last, so that it may end a lease that the client asked for.
+        """
         hears = type(self).on_finish is not BaseScheduler.on_finish
-        learns = self.uses_predicted_tokens
-        return (*((self._learn_length,) if learns else ()), *((self.on_finish,) if hears else ()))
+        hooks = {
+            self._learn_length: self.uses_predicted_tokens,
+            self._lease_to_client: self._config.max_client_leased_share > 0,
+            self.on_finish: hears,
+        }
+        return tuple(hook for hook, is_wanted in hooks.items() if is_wanted)
+
+    def _lease_to_client(self, request: Request, reason: str) -> None:
+        """Keep the prefix of a request that has its reply for as long as its client asks for."""
+        if not request.hints or reason not in ("stop", "length"):
+            return
+        if (seconds := hinted_number(request, CACHE_SECONDS, 0.0)) > 0:
+            self.kv_cache.leases.pin_for_client(
+                request.conversation,
+                self.kv_cache.get_computed_blocks(request),
+                self.clock() + min(seconds, MAX_CACHE_SECONDS),
+                request.spec.key_name,
+            )
 
     def _tell_ends(self, ended: list[Request]) -> None:
         """Tell of requests that ended since the last step; the next step tells of later ends."""

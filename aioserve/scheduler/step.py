@@ -519,7 +519,10 @@ class Step(OpenStep):
             return True  # near its limit it needs no lookahead
         kv_cache.cache_full_blocks(request)  # filled by earlier steps
         while num_missing > pool.num_free_blocks:
-            if self._book.running == [request] and kv_cache.leases.give_way():
+            leases = kv_cache.leases
+            if leases.held and leases.give_way_of_clients():
+                continue  # no request that runs is preempted for a client's later one
+            if self._book.running == [request] and leases.give_way():
                 continue  # else it would be its own victim
             if self._book.paused and self._drop_last_paused(request):
                 continue

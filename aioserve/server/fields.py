@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
+from aioserve.errors import RequestError
+from aioserve.request import MAX_CACHE_SECONDS
+
 
 class Hint(NamedTuple):
     """A field that changes no answer: any value of it is accepted."""
@@ -74,7 +77,9 @@ _OF_POLICY = {name: _field(_POLICY, embeddings=_POLICY, score=_POLICY) for name 
 _LABELS_AND_HINTS = {
     "access_programs": _field(_LABEL),
     "billing_policy": _field(_LABEL),
-    "cache_control": _field(Hint("prefixes are cached by themselves")),
+    "cache_control": _field(
+        Hint("prefixes are cached by themselves; see the hint `cache_seconds`")
+    ),
     "client_metadata": _field(_LABEL),
     "container": _field(Hint("of tools that a vendor runs")),
     "context_management": _field(Hint("the client's messages are taken as they are")),
@@ -317,6 +322,45 @@ def rules_of(route: str, served: Collection[str]) -> dict[str, Rule]:
                 rule = rule._replace(instead=instead)
         found[name] = rule
     return found
+
+
+# For how long a client wants a prefix to be kept: the `ttl` of `cache_control`, which Anthropic's
+# clients set at many places of a body.
+
+
+#: Where a `cache_control` stands in a body, names and indices down to it, and its value.
+CacheControl = tuple[tuple[str | int, ...], Any]
+#: On a request: the seconds that it states, which become the hint `cache_seconds`.
+CACHED_FOR = web.RequestKey("CACHED_FOR", float)
+
+_TTL = re.compile(r"([0-9]{1,4})([smh])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def note_ttl(request: web.Request, controls: Iterable[CacheControl]) -> None:
+    """Note the longest `ttl` among the values of `cache_control` of a body. Without any, prefixes
+    are cached as long as there is room. Raises `RequestError` with the place of a wrong one.
+    """
+    found = [
+        _seconds(path, control["ttl"])
+        for path, control in controls
+        if isinstance(control, dict) and control.get("ttl") is not None
+    ]
+    if found:
+        request[CACHED_FOR] = max(found)
+
+
+def _seconds(path: tuple[str | int, ...], ttl: object) -> float:
+    match = _TTL.fullmatch(ttl) if isinstance(ttl, str) else None
+    seconds = 0 if match is None else int(match[1]) * _SECONDS[match[2]]
+    if not 0 < seconds <= MAX_CACHE_SECONDS:
+        names = (*path, "cache_control", "ttl")
+        place = "".join(f"[{n}]" if isinstance(n, int) else f".{n}" for n in names).lstrip(".")
+        raise RequestError(
+            f"{place} must be a time of at most an hour, such as '5m' or '1h', got {ttl!r:.40}",
+            param=place,
+        )
+    return float(seconds)
 
 
 # What a request asks for and only a vendor's servers do: it is passed over, and logged once. Knows

@@ -20,6 +20,7 @@ from aioserve.engine import Prompt, RequestStream
 from aioserve.errors import AioserveError, RequestError
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.params import SamplingParams
+from aioserve.request import NO_HINTS, Hints
 from aioserve.server.access.gate import allowed_fields, entered, estimated_tokens, owner_of
 from aioserve.server.access.keys import Claim, Leave
 from aioserve.server.body import BodyDecoder, check_stream_options, decode_body
@@ -220,6 +221,7 @@ class Answer(ABC):
         self.id = f"{self.id_prefix}{uuid.uuid4().hex}" if given_id is None else given_id
         self.model = model or request.app[ENGINE].config.model.served_name
         self.prompts: Sequence[Sequence[int]] = ()  # their tokens, known when they are accepted
+        self.hints: Hints = NO_HINTS  # what the policy is told of the request
         # By choice: the event of a delta that is text alone, without that text.
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
@@ -373,6 +375,7 @@ async def respond(
         # What is best, log probabilities tell.
         params = msgspec.structs.replace(params, n=best_of, logprobs=params.logprobs or 0)
     fields = allowed_fields(request, body)
+    reply.hints = fields.get("hints", NO_HINTS)
     async with AsyncExitStack() as stack:
         leave = await stack.enter_async_context(
             entered(request, _claim(reply.id, prompts, params, engine.max_model_len))

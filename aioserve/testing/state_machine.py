@@ -26,6 +26,7 @@ except ModuleNotFoundError as error:
 from aioserve.errors import ConfigError
 from aioserve.params import PoolingParams, StructuredOutputs
 from aioserve.request import (
+    CACHE_SECONDS,
     MAX_TEXT,
     OFFLINE,
     PREDICTED_OUTPUT_TOKENS,
@@ -89,6 +90,7 @@ USUAL: Mapping[str, tuple[Value, ...]] = {
     READING_SPEED: (0.5, 5),
     TOOL: ("search", "shell"),
     OFFLINE: (True, False),
+    CACHE_SECONDS: (3, 30.0),
     "fairness_id": ("f1", "f2"),
     "type": ("api", "chat"),
     "steps_to_next_use": (0, 3),

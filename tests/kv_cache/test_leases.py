@@ -2,7 +2,9 @@
 
 import random
 
-from aioserve.kv_cache import KVCacheManager
+import pytest
+
+from aioserve.kv_cache import KVCacheManager, LeaseLimits, block_pool
 from tests.kv_cache.test_manager import compute, make_request
 
 
@@ -87,3 +89,89 @@ def test_a_cache_that_is_cleared_has_no_leases() -> None:
     manager.clear_index()
     assert not manager.leases
     assert manager.pool.num_unused_blocks == 16
+
+
+def prefix(manager: KVCacheManager, start: int, num_blocks: int) -> list[int]:
+    """The blocks of a prefix of its own that a request has computed and left."""
+    request = make_request(list(range(1000 * start, 1000 * start + 4 * num_blocks + 1)))
+    compute(manager, request)
+    manager.free(request)
+    return manager.get_computed_blocks(request)
+
+
+def test_a_client_that_keeps_much_ends_its_own_leases_and_none_of_one_that_keeps_less() -> None:
+    manager = KVCacheManager(64, 4, watermark=0)
+    leases = manager.leases
+    leases.limit(LeaseLimits(of_policy=64, of_clients=12))
+    assert leases.pin_for_client("small", prefix(manager, 0, 2), 50.0, "ben") == 2
+    for i in range(6):
+        assert leases.pin_for_client(i, prefix(manager, i + 1, 4), 50.0, "ann") == 4
+    assert list(leases.held) == ["small", 4, 5]
+    assert leases.pin_for_client("large", prefix(manager, 20, 9), 50.0, "cid") == 6
+    assert list(leases.held) == ["small", 5, "large"]  # the one of eight blocks gave four
+
+
+def test_what_a_client_keeps_takes_nothing_of_the_policys_share_and_gives_way_first() -> None:
+    manager = KVCacheManager(16, 4, watermark=0)
+    leases = manager.leases
+    leases.limit(LeaseLimits(of_policy=4, of_clients=4))
+    leases.pin("policy", prefix(manager, 0, 4), 50.0)
+    leases.pin_for_client("client", prefix(manager, 1, 6), 50.0, "")
+    assert leases.num_held_blocks == 8
+    leases.pin("another", prefix(manager, 2, 1), 50.0)
+    assert list(leases.held) == ["client", "another"]
+    assert leases.give_way()
+    assert list(leases.held) == ["another"]
+    assert not leases.give_way_of_clients()
+    assert leases.give_way()
+    assert not leases.give_way()
+
+
+def test_a_lease_replaces_those_of_its_beginnings_that_end_no_later() -> None:
+    manager = KVCacheManager(16, 4, watermark=0)
+    blocks = prefix(manager, 0, 6)
+    leases = manager.leases
+    leases.pin_for_client("first turn", blocks[:2], 50.0, "ann")
+    leases.pin_for_client("for an hour", blocks[:1], 3600.0, "ann")
+    leases.pin_for_client("of another client", blocks[:2], 50.0, "ben")
+    leases.pin_for_client("second turn", blocks[:4], 60.0, "ann")
+    assert list(leases.held) == ["for an hour", "of another client", "second turn"]
+    leases.expire(70.0)
+    assert list(leases.held) == ["for an hour"]
+
+
+def test_clients_have_a_bounded_number_of_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_pool, "MAX_CLIENT_LEASES", 3)
+    manager = KVCacheManager(16, 4, watermark=0)
+    for i in range(5):
+        manager.leases.pin_for_client(i, prefix(manager, i, 1), 50.0, "ann")
+    assert list(manager.leases.held) == [2, 3, 4]
+
+
+def test_what_clients_and_a_policy_keep_at_random_stays_within_both_shares() -> None:
+    rng = random.Random(2)
+    manager = KVCacheManager(40, 2, watermark=0)
+    leases = manager.leases
+    leases.limit(LeaseLimits(of_policy=8, of_clients=12))
+    for now in range(600):
+        leases.expire(now)
+        start = rng.randrange(8) * 100
+        request = make_request(list(range(start, start + rng.randrange(2, 40))))
+        found = manager.get_computed_blocks(request)
+        if manager.can_admit(found, request.num_tokens, True, None):
+            compute(manager, request)
+            manager.free(request)
+        found, until = manager.get_computed_blocks(request), now + rng.randrange(1, 9)
+        key, client = f"k{rng.randrange(9)}", rng.choice("abc")
+        if rng.random() < 0.7:
+            num = leases.pin_for_client(key, found, until, client)
+            assert num <= min(len(found), 12)
+            assert not num or leases.held[key].block_ids == found[:num]
+        else:
+            leases.pin(key, found, until)
+        held = [(lease.client, len(lease.block_ids)) for lease in leases.held.values()]
+        assert sum(num for of, num in held if of is None) <= 8
+        assert sum(num for of, num in held if of is not None) <= 12
+        assert manager.pool.num_used_blocks == leases.num_held_blocks
+    leases.end_all()
+    assert manager.pool.num_used_blocks == 0

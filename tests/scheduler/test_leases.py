@@ -236,6 +236,77 @@ async def test_inspect_names_every_lease_with_its_conversation() -> None:
         assert seen.cache.num_used_blocks == seen.cache.num_leased_blocks == 8
 
 
+def client_harness(**setup: Any) -> SchedulerHarness:
+    return SchedulerHarness(FallbackScheduler, num_blocks=16, block_size=4, **setup)
+
+
+KEPT = {"cache_seconds": 100}
+
+
+def test_a_client_keeps_its_prefix_under_a_policy_that_pins_nothing() -> None:
+    found = client_harness(max_client_leased_share=0.25)
+    found.add_request("a", list(range(13)), max_tokens=1, hints=KEPT)
+    found.run_until_idle()
+    for i in range(9):
+        found.add_request(f"b{i}", list(range(100 * i, 100 * i + 30)), max_tokens=2)
+    found.run_until_idle()
+    found.add_request("a2", [*range(13), 99], max_tokens=1)
+    found.run_until_idle()
+    assert found.ledger.lives["a2"].request.num_cached_tokens == 12
+    found.wait(100)
+    found.add_request("c", [1], max_tokens=1)
+    found.run_until_idle()
+    assert not found.kv_cache.leases
+
+
+@pytest.mark.parametrize(
+    ("share", "hints", "ends", "num_blocks"),
+    [
+        (0.25, KEPT, True, 3),
+        (0.13, KEPT, True, 2),
+        (0.0, KEPT, True, 0),
+        (0.25, {"cache_seconds": -1}, True, 0),
+        (0.25, {"cache_seconds": "long"}, True, 0),
+        (0.25, {"cache_seconds": True}, True, 0),
+        (0.25, KEPT, False, 0),
+    ],
+)
+def test_a_client_keeps_what_its_share_allows_of_a_reply_that_ends(
+    share: float, hints: dict[str, Any], ends: bool, num_blocks: int
+) -> None:
+    found = client_harness(max_client_leased_share=share)
+    found.add_request("a", list(range(13)), max_tokens=3, hints=hints)
+    if ends:
+        found.run_until_idle()
+    else:
+        found.step()
+        found.finish("a")
+    found.add_request("b", [1], max_tokens=1)
+    found.run_until_idle()
+    assert found.kv_cache.leases.num_held_blocks == num_blocks
+
+
+def test_no_client_keeps_a_prefix_for_more_than_an_hour() -> None:
+    found = client_harness()
+    found.add_request("a", list(range(13)), max_tokens=1, hints={"cache_seconds": 1e9})
+    found.run_until_idle()
+    found.add_request("b", [1], max_tokens=1)
+    found.run_until_idle()
+    [lease] = found.kv_cache.leases.held.values()
+    assert 3500 < lease.until - found.now <= 3600
+
+
+def test_what_a_client_keeps_gives_way_before_a_request_is_preempted() -> None:
+    found = client_harness(max_client_leased_share=0.5)
+    found.add_request("a", list(range(29)), max_tokens=1, hints=KEPT)
+    found.run_until_idle()
+    for name in "bc":
+        found.add_request(name, [ord(name)] * 9, max_tokens=20)
+    found.run_until_idle()
+    assert not found.kv_cache.leases
+    assert not any(step.preempted_req_ids for step in found.steps)
+
+
 def test_an_agents_next_turn_is_computed_once_under_memory_pressure() -> None:
     """Turns of two agents with pauses, among strangers that fill the cache in between."""
     requests: list[WorkloadRequest] = []

@@ -60,6 +60,7 @@ from aioserve.engine.chat.tools import (
 from aioserve.errors import RequestError
 from aioserve.features.formats import Arguments, Call, Content, Event, Reasoning
 from aioserve.outputs import FinishReason, RequestOutput
+from aioserve.request import CACHE_SECONDS
 from aioserve.server.body import (
     GENERATION_ERRORS,
     NOT_NOW_ERRORS,
@@ -71,7 +72,7 @@ from aioserve.server.body import (
 )
 from aioserve.server.chat.routes import with_budget
 from aioserve.server.errors import to_wire
-from aioserve.server.fields import is_vendors, pass_over_tools
+from aioserve.server.fields import is_vendors, note_ttl, pass_over_tools
 from aioserve.server.generation import Answer, respond, typed_event
 from aioserve.server.images import IMAGES, ImageParts, Part, content_of, joined, text_part
 from aioserve.server.logprobs import TOKEN_TEXTS
@@ -99,6 +100,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     images = ImageParts.of(request.app[ENGINE])
     with _own_names(body, _ignores_unknown(request)), images.named():
         conversation, use = _conversation(request, body, images)
+        note_ttl(request, body.cache_controls())
         body.messages.clear()  # images that they hold would stay as long as the stream
         params = msgspec.structs.replace(
             body.sampling_params(request.app[ENGINE].model_info.sampling_defaults),
@@ -226,6 +228,7 @@ class MessageAnswer(Answer):
         self._use = use
         self._tells_thoughts = body.thinking is not None and body.thinking.is_told
         self._max_tokens = body.max_tokens
+        self._config = request.app[ENGINE].config
         # Whether a reply is text and nothing else.
         self._is_plain = use is None and not self._format.tells_apart
         self._pieces = request.app[TOKEN_TEXTS].bytes
@@ -259,9 +262,16 @@ class MessageAnswer(Answer):
         usage = Usage.of(
             output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens
         )
-        message = Message(id=self.id, model=self.model, content=[], usage=MessageUsage.of(usage))
+        message = Message(id=self.id, model=self.model, content=[], usage=self._usage(usage))
         told = typed_event(MessageStart(message=message)) + typed_event(Ping())
         return told + self._open(TextBlock()) if self._is_plain else told
+
+    def _usage(self, usage: Usage) -> MessageUsage:
+        cache, seconds = self._config.cache, self.hints.get(CACHE_SECONDS)
+        keeps = cache.enable_prefix_caching and self._config.scheduler.max_client_leased_share > 0
+        if not keeps or isinstance(seconds, bool | str | None):
+            return MessageUsage.of(usage)
+        return MessageUsage.of(usage, seconds, cache.block_size)
 
     def _read(self, output: RequestOutput) -> list[Event]:
         if self._is_plain:
@@ -312,7 +322,7 @@ class MessageAnswer(Answer):
     def ending(self, usage: Usage) -> bytes:
         return (
             self._close()
-            + typed_event(MessageDelta(delta=self._stop, usage=MessageUsage.of(usage)))
+            + typed_event(MessageDelta(delta=self._stop, usage=self._usage(usage)))
             + typed_event(MessageStop())
         )
 
@@ -330,7 +340,7 @@ class MessageAnswer(Answer):
             content=[TextBlock(text=output.text)] if self._is_plain else self._blocks(events),
             stop_reason=stop.stop_reason,
             stop_sequence=stop.stop_sequence,
-            usage=MessageUsage.of(usage),
+            usage=self._usage(usage),
         )
 
     def _blocks(self, events: Sequence[Event]) -> list[ReplyBlock]:

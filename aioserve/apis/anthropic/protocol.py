@@ -3,6 +3,7 @@
 Requests refuse unknown fields, as in `protocol`. Knows nothing about HTTP or the engine.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from aioserve.errors import RequestError
 from aioserve.params import SamplingDefaults, SamplingParams, StructuredOutputs
 from aioserve.server.errors import ApiStyle
+from aioserve.server.fields import CacheControl
 from aioserve.server.protocol import Empty, ErrorInfo, Int, RequestPart, SamplingRequest, Usage
 
 # Requests
@@ -38,7 +40,7 @@ class Block(RequestPart, kw_only=True, omit_defaults=True):
 
     type: str
     text: str | None = None
-    cache_control: Any = None  # a hint: prefixes are cached by themselves
+    cache_control: Any = None  # its `ttl`: for how long the prefix is kept
     # Of tool_use.
     id: str | None = None
     name: str | None = None
@@ -86,9 +88,9 @@ class ToolDefinition(RequestPart, kw_only=True, omit_defaults=True):
     description: str | None = None
     type: str | None = None  # custom
     strict: bool | None = None
+    cache_control: Any = None  # as that of a block
     # Hints: every tool is told to the model at once.
     allowed_callers: Any = None
-    cache_control: Any = None
     defer_loading: Any = None
     eager_input_streaming: Any = None
     input_examples: Any = None
@@ -173,6 +175,16 @@ class CountTokensRequest(SamplingRequest, kw_only=True, omit_defaults=True):
     max_tokens: Int | None = None
     metadata: Metadata | None = None
     stop_sequences: tuple[str, ...] | None = None
+    cache_control: Any = None  # as that of the last block
+
+    def cache_controls(self) -> Iterator[CacheControl]:
+        """Yield each `cache_control`, null or not, with its place in the body."""
+        yield (), self.cache_control
+        for i, tool in enumerate(self.tools or ()):
+            yield ("tools", i), tool.get("cache_control")
+        yield from _cache_controls(self.system, "system")
+        for i, message in enumerate(self.messages):
+            yield from _cache_controls(message.content, "messages", i, "content")
 
     @property
     def format(self) -> OutputFormat | None:
@@ -197,6 +209,13 @@ class CountTokensRequest(SamplingRequest, kw_only=True, omit_defaults=True):
         return self.make_params(
             self.max_tokens, defaults, wanted=wanted, wanted_by="output_config.format", stop=stop
         )
+
+
+def _cache_controls(content: str | list[Block] | None, *path: str | int) -> Iterator[CacheControl]:
+    if isinstance(content, list):
+        for i, block in enumerate(content):
+            yield (*path, i), block.cache_control
+            yield from _cache_controls(block.content, *path, i, "content")
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
@@ -249,21 +268,42 @@ class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use
 ReplyBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
+class CacheCreation(msgspec.Struct, kw_only=True):
+    """The tokens of `cache_creation_input_tokens`, by the time for which they are to be kept."""
+
+    ephemeral_5m_input_tokens: int = 0  # up to five minutes
+    ephemeral_1h_input_tokens: int = 0  # longer
+
+
 class MessageUsage(msgspec.Struct, kw_only=True):
     """Token counts; the three of the input are apart, and their sum is the prompt."""
 
     input_tokens: int
-    cache_creation_input_tokens: int = 0  # caching costs nothing, so nothing is counted
+    cache_creation_input_tokens: int = 0  # 0 unless a `ttl` is stated: caching costs nothing
+    cache_creation: CacheCreation | UnsetType = UNSET
     cache_read_input_tokens: int
     output_tokens: int
 
     @classmethod
-    def of(cls, usage: Usage) -> "MessageUsage":
-        """Convert an OpenAI usage to Anthropic's, which counts cached tokens apart."""
+    def of(cls, usage: Usage, cache_seconds: float = 0, block_size: int = 1) -> "MessageUsage":
+        """Convert an OpenAI usage to Anthropic's, which counts cached tokens apart, and if the
+        prompt is to be kept for `cache_seconds`, the other tokens of its whole KV blocks.
+        """
         details = usage.prompt_tokens_details
         cached = 0 if details is None else details.cached_tokens
+        created = 0
+        creation: CacheCreation | UnsetType = UNSET
+        if cache_seconds > 0:
+            created = max(usage.prompt_tokens // block_size * block_size - cached, 0)
+            is_short = cache_seconds <= 300
+            creation = CacheCreation(
+                ephemeral_5m_input_tokens=created if is_short else 0,
+                ephemeral_1h_input_tokens=0 if is_short else created,
+            )
         return cls(
-            input_tokens=usage.prompt_tokens - cached,
+            input_tokens=usage.prompt_tokens - cached - created,
+            cache_creation_input_tokens=created,
+            cache_creation=creation,
             cache_read_input_tokens=cached,
             output_tokens=usage.completion_tokens,
         )

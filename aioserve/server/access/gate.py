@@ -15,6 +15,7 @@ from aiohttp.typedefs import Handler
 from aioserve.engine.prompt import Conversation
 from aioserve.errors import ForbiddenError, RequestError, UnknownKeyError
 from aioserve.request import (
+    CACHE_SECONDS,
     MAX_HINTS,
     PREDICTED_OUTPUT_TOKENS,
     SESSION,
@@ -28,6 +29,7 @@ from aioserve.server.access.access import ACCESS
 from aioserve.server.access.keys import ONE, Claim, Key, Leave
 from aioserve.server.access.origins import check_page, is_near
 from aioserve.server.errors import TIMEOUT_HEADER, FarLookerError, style_of
+from aioserve.server.fields import CACHED_FOR
 from aioserve.server.images import Shown
 from aioserve.server.running import CHAIN, ENGINE, KEY, NEEDS, OWN_HINTS
 
@@ -277,7 +279,8 @@ def _own_names(given: Hints) -> Hints:
 
 def _unstated(request: web.Request, body: Any) -> Hints:
     """Return the hints of what a client says for another purpose."""
-    return _possible({SESSION: request.get(CHAIN)}) | _headers(request) | _labels(body)
+    own = {SESSION: request.get(CHAIN), CACHE_SECONDS: request.get(CACHED_FOR)}
+    return _possible(own) | _headers(request) | _labels(body)
 
 
 def _labels(body: Any) -> Hints:

@@ -4,7 +4,7 @@ Requests refuse unknown fields, as all do. Last, messages as chat templates know
 about HTTP.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,6 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 from aioserve.engine.chat.tools import NamedToolChoice, OfferedTool, template_call
 from aioserve.errors import RequestError
 from aioserve.server.body import refuse_all_but
+from aioserve.server.fields import CacheControl
 from aioserve.server.images import Content, ImageParts, Part, content_of, text_part
 from aioserve.server.protocol import (
     ChatLogprobs,
@@ -29,7 +30,7 @@ from aioserve.server.protocol import (
 class Tool(OfferedTool, kw_only=True):
     """One tool of a request; every tool is a function."""
 
-    cache_control: Any = None  # a hint
+    cache_control: Any = None  # as that of a part of a message
 
 
 #: A `Tool`, or one that only a vendor runs, whose fields are its own.
@@ -61,7 +62,7 @@ class ContentPart(RequestPart, kw_only=True, omit_defaults=True):
     image_url: ImageURL | None = None
     video_url: VideoURL | None = None
     fps: float | None = None  # frames per second, of a video
-    cache_control: Any = None  # a hint: prefixes are cached by themselves
+    cache_control: Any = None  # its `ttl`: for how long the prefix is kept
     # Of parts of other types.
     input_audio: Empty = None
     audio_url: Empty = None
@@ -94,8 +95,8 @@ class ChatMessage(RequestPart, kw_only=True, omit_defaults=True):
     tool_call_id: str | None = None  # of a tool: the call that it answers
     reasoning_content: str | None = None  # of an assistant
     reasoning: str | None = None  # vLLM's name for it
-    cache_control: Any = None  # hints
-    annotations: Any = None
+    cache_control: Any = None  # as that of its last part
+    annotations: Any = None  # a hint
     # Sent back by clients that replay an assistant's message.
     function_call: Empty = None
     audio: Empty = None
@@ -132,6 +133,17 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     parallel_tool_calls: bool | None = None  # false: at most one call in a reply
     include_reasoning: bool | None = None  # false: reasoning is left out
     separate_reasoning: bool | None = None  # false: it stays in the content, as it was written
+    cache_control: Any = None  # as that of the last message
+
+    def cache_controls(self) -> Iterator[CacheControl]:
+        """Yield each `cache_control`, null or not, with its place in the body."""
+        yield (), self.cache_control
+        for i, tool in enumerate(self.tools or ()):
+            yield ("tools", i), tool.get("cache_control")
+        for i, message in enumerate(self.messages):
+            yield ("messages", i), message.cache_control
+            for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+                yield ("messages", i, "content", j), part.cache_control
 
     @property
     def effort(self) -> str | None:

@@ -55,7 +55,7 @@ from aioserve.server.chat.protocol import (
     ToolCallDelta,
     template_messages,
 )
-from aioserve.server.fields import is_vendors, pass_over_tools
+from aioserve.server.fields import is_vendors, note_ttl, pass_over_tools
 from aioserve.server.generation import Answer, Reply, event, read_body, respond
 from aioserve.server.images import IMAGES, ImageParts
 from aioserve.server.logprobs import chat_logprobs, prompt_logprobs
@@ -119,6 +119,7 @@ async def answer_chat(
         reasoning_effort=body.effort,
         verbosity=body.verbosity,
     )
+    note_ttl(request, body.cache_controls())
     body.messages.clear()  # images that they hold would stay as long as the stream
     has_reasoning = leaves_room_for_reasoning(params, use)
     try:

@@ -568,3 +568,117 @@ async def test_a_call_that_is_forced_and_a_text_that_has_a_form_fit_their_schema
         tools = [{"name": "x", "input_schema": bad}]
         answer = await ask(server, tools=tools, tool_choice={"type": "any"})
         assert check(answer)["message"].startswith("the tools cannot be compiled")
+
+
+LONG = "The night is long that never finds the day. " * 8
+
+
+def kept(ttl, text=LONG):
+    return [{"type": "text", "text": text, "cache_control": {"type": "ephemeral", "ttl": ttl}}]
+
+
+async def filled(server):
+    """Others use all of the cache."""
+    for i in range(8):
+        await server.complete([i + 3] * 300, max_tokens=1)
+
+
+SMALL = {
+    "model": {"max_model_len": 512},
+    "cache": {"num_kv_blocks": 80, "block_size": 16},
+    "scheduler": {"max_client_leased_share": 0.5},
+}
+
+
+@pytest.mark.parametrize(
+    ("ttl", "name"), [("5m", "ephemeral_5m_input_tokens"), ("1h", "ephemeral_1h_input_tokens")]
+)
+async def test_a_ttl_keeps_the_prefix_while_others_fill_the_cache_and_usage_tells_of_it(
+    start_server, ttl, name
+):
+    asked = {**ASKED, "system": kept(ttl)}
+    async with start_server(**SMALL) as server, client_of(server.url) as client:
+        usage = (await client.messages.create(**asked)).usage
+        counted = await client.messages.count_tokens(
+            model="embedded", messages=[TURN], system=kept(ttl)
+        )
+        created = counted.input_tokens // 16 * 16
+        assert created > 300
+        assert usage.cache_creation_input_tokens == created
+        assert getattr(usage.cache_creation, name) == created
+        assert sum(usage.cache_creation.model_dump().values()) == created
+        assert usage.input_tokens + created == counted.input_tokens
+        await filled(server)
+        async with client.messages.stream(**asked) as stream:
+            final = (await stream.get_final_message()).usage
+        assert (final.cache_read_input_tokens, final.cache_creation_input_tokens) == (created, 0)
+        assert final.input_tokens + created == counted.input_tokens
+
+
+async def test_without_a_ttl_nothing_is_kept(start_server):
+    async with start_server(**SMALL) as server, client_of(server.url) as client:
+        system = [{**kept("5m")[0], "cache_control": {"type": "ephemeral"}}]
+        first = await client.messages.create(**ASKED, system=system)
+        assert first.usage.cache_creation is None
+        await filled(server)
+        second = await client.messages.create(**ASKED, system=system)
+        assert second.usage.cache_read_input_tokens == 0
+
+
+@pytest.mark.parametrize("ttl", ["61m", "2h", "0s", "5", "five minutes", 300, "-5m"])
+async def test_a_ttl_that_is_no_time_of_up_to_an_hour_is_refused_with_its_place(start_server, ttl):
+    import anthropic
+
+    async with start_server() as server, client_of(server.url) as client:
+        control = kept(ttl)[0]["cache_control"]
+        result = {"type": "tool_result", "tool_use_id": "t", "content": kept(ttl)}
+        for change, place in (
+            ({"system": kept(ttl)}, r"system\[0\].cache_control.ttl"),
+            ({"tools": [TOOLS[0], TOOLS[1] | {"cache_control": control}]}, r"tools\[1\]"),
+            ({"messages": [{"role": "user", "content": kept(ttl)}]}, r"messages\[0\].content\[0\]"),
+            ({"extra_body": {"cache_control": control}}, "cache_control.ttl must"),
+            (
+                {
+                    "tools": TOOLS,
+                    "messages": [
+                        TURN,
+                        {"role": "assistant", "content": CALLING},
+                        {"role": "user", "content": [result]},
+                    ],
+                },
+                r"messages\[2\].content\[0\].content\[0\].cache_control.ttl",
+            ),
+        ):
+            with pytest.raises(anthropic.BadRequestError, match=place):
+                await client.messages.create(**{**ASKED, **change})
+
+
+async def test_a_key_that_may_not_state_it_keeps_nothing_and_is_told_so(start_server, tmp_path):
+    import anthropic
+
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(
+        "keys:\n  - {name: ann, key: ann-key-of-some-length, hints: [session]}\n"
+        "  - {name: ben, key: ben-key-of-some-length}\n"
+    )
+    async with start_server(access={"api_keys_file": str(keys)}) as server:
+        for name, is_kept in (("ann", False), ("ben", True)):
+            key = f"{name}-key-of-some-length"
+            async with anthropic.AsyncAnthropic(base_url=server.url, api_key=key) as client:
+                reply = await client.messages.create(**ASKED, system=kept("5m", f"{name} {LONG}"))
+            assert (reply.usage.cache_creation_input_tokens > 0) == is_kept
+
+
+async def test_a_ttl_of_chat_completions_keeps_the_prefix_too(start_server):
+    async with start_server(**SMALL) as server:
+        body = {"messages": [{"role": "user", "content": kept("90s")}], "max_tokens": 2}
+        first = await server.request("POST", "/v1/chat/completions", json=body)
+        await filled(server)
+        second = await server.request("POST", "/v1/chat/completions", json=body)
+        num_prompt = first.json()["usage"]["prompt_tokens"]
+        cached = second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == num_prompt // 16 * 16
+        bad = {**body, "cache_control": {"ttl": "2h"}}
+        refused = await server.request("POST", "/v1/chat/completions", json=bad)
+        assert refused.status == 400
+        assert refused.json()["error"]["param"] == "cache_control.ttl"
