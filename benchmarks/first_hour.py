@@ -3,10 +3,11 @@
     python benchmarks/first_hour.py [--folder DIR] [--only serve chat ...] [--port 8000]
 
 Clones this repository as it is committed into a new folder, and there follows the README: set up,
-serve the embedded model, ask it, serve SmolLM2 and put ten questions to it twenty times, draw the
-page while sixty requests run (in light, dark and at 390 px, where a chromium is installed), try
-another policy until there is a verdict, compare two, install the wheel in an empty environment, run
-the FastAPI program. What is not installed here is skipped, and said. The last line is JSON.
+serve the embedded model, ask it, serve SmolLM2 and ask it ten questions twenty times each (with a
+table of the answers that were right and of those that their limit cut off), draw the page while
+sixty requests run (in light, dark and at 390 px, where a chromium is installed), try another policy
+until there is a verdict, compare two, install the wheel in an empty environment, run the FastAPI
+program. What is not installed here is skipped, and said. The last line is JSON.
 """
 
 import asyncio
@@ -96,6 +97,14 @@ class Hour:
         with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             return json.load(response)
 
+    def ask(self, question: tuple[str, str]) -> tuple[str, bool, bool]:
+        """A question, whether the answer has the right word, and whether its limit cut it."""
+        text, word = question
+        message = {"role": "user", "content": text}
+        said = self.post("/v1/chat/completions", model="smollm2", messages=[message])
+        choice = said["choices"][0]
+        return text, word in choice["message"]["content"], choice["finish_reason"] == "length"
+
     def complete(self, number: int) -> None:
         """One of some mixed requests."""
         self.post(
@@ -139,26 +148,22 @@ def serve(hour: Hour) -> str:
 
 
 def chat(hour: Hour) -> str:
-    """Put ten questions to SmolLM2, each twenty times, sampled as a client that states nothing."""
-    seconds, right, cut = [], 0, 0
-    for turn in range(2):
+    """Ask SmolLM2 each question twenty times, sampled as for a client that states nothing."""
+    seconds, found = [], []
+    for asked in ([*QUESTIONS.items()] * TIMES, []):  # the second start finds what the first kept
         words = ("make", "serve", "MODEL=smollm2", f"ARGS=--port {hour.port}")
-        with hour.serving(*words) as ready:
+        with hour.serving(*words) as ready, ThreadPoolExecutor(16) as pool:
             seconds.append(ready)
-            asked = [*QUESTIONS.items()] * TIMES if not turn else []
-
-            def ask(pair: tuple[str, str]) -> tuple[bool, bool]:
-                message = {"role": "user", "content": pair[0]}
-                said = hour.post("/v1/chat/completions", model="smollm2", messages=[message])
-                choice = said["choices"][0]
-                return pair[1] in choice["message"]["content"], choice["finish_reason"] == "length"
-
-            with ThreadPoolExecutor(16) as pool:
-                for is_right, is_cut in pool.map(ask, asked):
-                    right, cut = right + is_right, cut + is_cut
+            found += pool.map(hour.ask, asked)
+    print(f"\n{'question':50} right of {TIMES}  cut off")
+    for question in QUESTIONS:
+        own = [(is_right, is_cut) for name, is_right, is_cut in found if name == question]
+        right, cut = map(sum, zip(*own, strict=True))
+        print(f"{question:50} {right:11} {cut:8}")
+    print()
+    right, cut = (sum(row[i] for row in found) for i in (1, 2))
     told = f"ready after {seconds[0]:.1f} s with its download, then {seconds[1]:.1f} s"
-    number = TIMES * len(QUESTIONS)
-    return f"{told}; {right} of {number} answers right, {cut} cut by their limit"
+    return f"{told}; {right} of {len(found)} answers right, {cut} cut by their limit"
 
 
 def page(hour: Hour) -> str:
