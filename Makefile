@@ -16,7 +16,7 @@ PINNED := --require-hashes -r
 # Where Python may not keep what it has compiled, each of a hundred processes would do it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install model serve test test-all fuzz test-dist test-architectures matrix test-isa test-arm test-schemas test-formats test-clients test-real-models test-vllm test-faults test-deploy check audit size tree ab wheel test-wheel docs bench-cpu bench-peers clean
+.PHONY: help install model serve test test-all fuzz test-dist test-architectures matrix test-isa test-arm test-schemas test-formats test-clients test-real-models test-vllm test-faults test-deploy check audit sbom size tree ab wheel test-wheel docs bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -106,6 +106,10 @@ check: .venv/test-packages  ## ruff, mypy, no regex that is made of data, docstr
 audit: .venv/audit/done .venv/test-packages  ## bandit's rules on the code, advisories on every pinned version (ARGS=--offline: the first alone must hold)
 	$(BIN)/ruff check .
 	@.venv/audit/bin/python requirements/audit.py $(ARGS)
+
+sbom:  ## what a release is installed with, as CycloneDX JSON in dist/sbom.cdx.json (ARGS="runtime.txt ray.txt": of these pins)
+	@mkdir -p dist
+	$(PYTHON) requirements/sbom.py $(ARGS) > dist/sbom.cdx.json
 
 size: .venv/test  ## what a process loads to serve, and lines per folder
 	@$(BIN)/python -m tests.size
