@@ -46,7 +46,7 @@ from aioserve.apis.anthropic.protocol import (
     to_messages_error,
 )
 from aioserve.engine import Conversation
-from aioserve.engine.chat.reply_reader import ReplyReader
+from aioserve.engine.chat.reply_reader import ReplyReader, read_events
 from aioserve.engine.chat.tools import (
     Choice,
     FunctionDefinition,
@@ -238,6 +238,17 @@ class MessageAnswer(Answer):
         self._block: ReplyBlock | None = None  # the one that is open, empty
         self._stop = Stop()
 
+    async def begin(self) -> None:
+        if not self._is_plain:
+            self._reader = ReplyReader.of(
+                self._format,
+                self._use,
+                self.prompt_end,
+                self._pieces,
+                includes_reasoning=self._tells_thoughts,
+                holds_calls=True,
+            )
+
     def quick_chunk(self, index: int, output: RequestOutput) -> bytes | None:
         if self._is_plain:
             return super().quick_chunk(index, output)
@@ -252,7 +263,7 @@ class MessageAnswer(Answer):
 
     def make_chunk(self, index: int, output: RequestOutput) -> bytes:
         told = b"" if self._is_begun else self._beginning(output)
-        told += b"".join(map(self._tell, self._read(output)))
+        told += b"".join(map(self._tell, read_events(self._reader, output)))
         if output.finish_reason is not None:
             self._stop = self._stop_of(output)
         return told
@@ -272,20 +283,6 @@ class MessageAnswer(Answer):
         if not keeps or isinstance(seconds, bool | str | None):
             return MessageUsage.of(usage)
         return MessageUsage.of(usage, seconds, cache.block_size)
-
-    def _read(self, output: RequestOutput) -> list[Event]:
-        if self._is_plain:
-            return [Content(output.text)] if output.text else []
-        if self._reader is None:
-            self._reader = ReplyReader.of(
-                self._format,
-                self._use,
-                self.prompt_end,
-                self._pieces,
-                includes_reasoning=self._tells_thoughts,
-                holds_calls=True,
-            )
-        return self._reader.read(output)
 
     def _tell(self, event: Event) -> bytes:
         """Return what opens the block of the event, if it is another than the open one, and the
@@ -332,7 +329,7 @@ class MessageAnswer(Answer):
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:
         [output] = outputs
-        events = self._read(output)
+        events = read_events(self._reader, output)
         stop = self._stop_of(output)
         return Message(
             id=self.id,

@@ -39,7 +39,7 @@ from aioserve.apis.ollama.protocol import (
     to_ollama_error,
 )
 from aioserve.engine.chat.reply_format import Arguments, Call, Content, Event, Reasoning
-from aioserve.engine.chat.reply_reader import ReplyReader
+from aioserve.engine.chat.reply_reader import ReplyReader, read_events
 from aioserve.engine.chat.tools import ToolUse
 from aioserve.engine.chat_template import template_of
 from aioserve.errors import RequestError, UnknownModelError
@@ -272,9 +272,21 @@ class Lines(Answer):
         self._thinks = body.reasoning_effort != "none"
         self._reads = reads and (use is not None or self._format.tells_apart)
         self._pieces = request.app[TOKEN_TEXTS].bytes
-        self._reader: ReplyReader | None = None
+        self._reader: ReplyReader | None = None  # None: the reply is text and nothing else
         self._num_calls = 0
         self._last: RequestOutput | None = None
+
+    async def begin(self) -> None:
+        if self._reads:
+            self._reader = ReplyReader.of(
+                self._format,
+                self._use,
+                self.prompt_end,
+                self._pieces,
+                separates_reasoning=self._separates,
+                includes_reasoning=self._thinks,
+                holds_calls=True,
+            )
 
     @abstractmethod
     def line(self, message: ReplyMessage, **ending: Any) -> OllamaLine:
@@ -283,7 +295,7 @@ class Lines(Answer):
     def make_chunk(self, index: int, output: RequestOutput) -> bytes:
         if output.finish_reason is not None:
             self._last = output
-        message = self._message(self._read(output))
+        message = self._message(read_events(self._reader, output))
         if message == ReplyMessage():
             return b""
         return self._told(self.line(message))
@@ -298,26 +310,11 @@ class Lines(Answer):
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> OllamaLine:
         [output] = outputs
-        message = self._message(self._read(output))
+        message = self._message(read_events(self._reader, output))
         return self.line(message, **self._end(output, usage))
 
     def _told(self, line: msgspec.Struct) -> bytes:
         return _encoder.encode(line) + b"\n"
-
-    def _read(self, output: RequestOutput) -> list[Event]:
-        if not self._reads:
-            return [Content(output.text)] if output.text else []
-        if self._reader is None:
-            self._reader = ReplyReader.of(
-                self._format,
-                self._use,
-                self.prompt_end,
-                self._pieces,
-                separates_reasoning=self._separates,
-                includes_reasoning=self._thinks,
-                holds_calls=True,
-            )
-        return self._reader.read(output)
 
     def _message(self, events: Sequence[Event]) -> ReplyMessage:
         """Return events as one message. A call is told when it is whole, so its arguments are."""

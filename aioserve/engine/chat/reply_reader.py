@@ -166,6 +166,13 @@ class ReplyReader:
         return output.finish_reason
 
 
+def read_events(reader: ReplyReader | None, output: RequestOutput) -> list[Event]:
+    """Return the events of an output; without a reader, its text is content."""
+    if reader is not None:
+        return reader.read(output)
+    return [Content(output.text)] if output.text else []
+
+
 # Holds calls back until they can be one: a call whose arguments are no JSON object becomes text. An
 # agent runs a tool as soon as it is told to, and one that cannot read what it is told goes no
 # further. Knows events.
