@@ -117,13 +117,13 @@ class UnknownModelError(RequestError):
 
     @classmethod
     def of(cls, name: str, served: Iterable[str]) -> "UnknownModelError":
-        """In the words that are the same everywhere."""
+        """Make the error in the words that are the same everywhere."""
         known = ", ".join(map(repr, served))
         return cls(f"model {name!r} does not exist; this server has {known}", param="model")
 
 
 class UnknownAdapterError(RequestError):
-    """There is no adapter at that path."""
+    """Raised for a path without an adapter."""
 
 
 class UnknownKeyError(RequestError):

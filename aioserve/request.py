@@ -168,7 +168,7 @@ class EncoderInput(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def end(self) -> int:
-        """The first position after it."""
+        """The first position after the input's tokens."""
         return self.position + self.num_tokens
 
 

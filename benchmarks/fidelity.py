@@ -169,7 +169,7 @@ def loads(args: Args) -> dict[str, Any]:
         profile = args.profile or str(Path(folder) / "profile.yaml")
         before = asyncio.run(measure(config)) if args.profile is None else None
         cells = "".join(f"{' '.join(pair)[:17]:>18}" for pair in MEASURES)
-        print(f"{'load':>10}  {'live, and so many times that':26}{cells}")
+        print(f"{'load':>10}  {'live; others as multiples':26}{cells}")
         rows: dict[str, list[dict[str, Any]]] = {"simulated": []}
         pairs: dict[str, list[dict[str, Any]]] = {"simulated": []}
         if args.again:

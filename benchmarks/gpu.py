@@ -99,7 +99,7 @@ class Steps:
         self._num_steps = 0
 
     def seat(self, num_rows: int, context: int, num_steps: int) -> None:
-        """Requests that have `context` tokens in the KV pool, and room for so many more."""
+        """Requests that have `context` tokens in the KV pool, and room for `num_steps` more."""
         self._blocks_per_row = -(-(context + num_steps + 2) // BLOCK_SIZE)
         self._lengths = {f"r{i}": context for i in range(num_rows)}
         new = []
@@ -116,7 +116,7 @@ class Steps:
         self._lengths = {}
 
     def decode(self, prompt: int = 0) -> SchedulerOutput:
-        """The next token of everybody, beside a new prompt of so many tokens."""
+        """The next token of everybody, beside a new prompt of `prompt` tokens."""
         cached = dict(self._lengths)
         counts = dict.fromkeys(cached, 1)
         self._lengths = {name: length + 1 for name, length in cached.items()}
@@ -145,7 +145,7 @@ class Steps:
         self.executor.finish(launched)
 
     def seconds(self, num_steps: int, depth: int, prompt: int = 0) -> float:
-        """Median wall time of a step in a row of them, with so many in flight."""
+        """Median wall time of a step in a row of them, with `depth` of them in flight."""
         in_flight: deque[Any] = deque()
         ends = []
         for step in [self.decode(prompt) for _ in range(num_steps)]:

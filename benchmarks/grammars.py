@@ -169,7 +169,7 @@ def measure(library: Library, texts: dict[str, list[int]]) -> dict[str, Any]:
 
 
 def trained(size: int, files: list[str]) -> Any:
-    """A tokenizer of bytes with so many entries."""
+    """A tokenizer of bytes with `size` entries."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())

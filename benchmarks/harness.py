@@ -451,7 +451,7 @@ class Stream(asyncio.Protocol):
 
 
 async def send_streams(url: str, num_streams: int, num_tokens: int) -> None:
-    """Stream so many completions at once, to their ends."""
+    """Stream `num_streams` completions at once, to their ends."""
     body = {"prompt": "Hello", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     streams = [await Stream.sent(url, body) for _ in range(num_streams)]
     await asyncio.gather(*(stream.done for stream in streams))

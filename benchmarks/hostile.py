@@ -61,7 +61,7 @@ class Measured(NamedTuple):
 
 
 async def measure(host: str, port: int, server: int, arguments: Args) -> Measured:
-    """For so many seconds; `server` is its process."""
+    """Measure a server for `arguments.seconds`; `server` is its process."""
     gaps: list[float] = []
     clients = (good_client(host, port, gaps) for _ in range(arguments.streams))
     tasks = [asyncio.create_task(client) for client in clients]

@@ -6,7 +6,7 @@
     python benchmarks/images.py encoder [--side 1792 --layers 4] [--dtype float32]
 
 `streams`: a tiny Qwen2.5-VL with random weights and a larger encoder. Streams decode; then a
-request with an image comes. Engines that encode at most so many tokens of an image in a step take
+request with an image comes. Engines with different limits of image tokens per step take
 turns. The largest gap between two tokens of a stream, from then until the request has its first
 token, and when that comes.
 

@@ -204,7 +204,7 @@ def step_inputs(rows: int, tokens: int, context: int) -> StepInputs:
 
 
 class Layers:
-    """A backend with so many layers that no cache holds them, at one step of one case."""
+    """A backend whose layers are too many for any cache, at one step of one case."""
 
     def __init__(
         self,

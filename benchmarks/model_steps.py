@@ -395,7 +395,7 @@ class StatesBench:
         )
 
     def begin(self, num_decodes: int) -> None:
-        """Put so many rows at 64 tokens into the batch; their states before are zeros."""
+        """Put `num_decodes` rows at 64 tokens into the batch; their states before are zeros."""
         self.num_decodes = num_decodes
         names = [f"{i}" for i in range(num_decodes)]
         self._known = dict.fromkeys(names, 63)

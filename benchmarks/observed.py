@@ -17,10 +17,10 @@ that the shadow took (bounded by --shadow-max-share), and what a shadowed step c
 
 `page`: first the share of the event loop's time that notes and frames take, by a clock around them,
 in one process with a client that looks. Then a server in a process of its own, and the same streams
-over HTTP from another. In turns nobody looks at GET /watch/steps, and so many do: tokens per
+over HTTP from another. In turns none and several clients look at GET /watch/steps: tokens per
 second, and the CPU time of the server's process per token, as ratios of neighbouring turns. That
 needs a machine with nothing else to do, and cores for all: with --step-ms 0 the event loop is all
-that limits the tokens. `browser`: pictures a second of the page in a headless Chromium with so many
+that limits the tokens. `browser`: pictures a second of the page in a headless Chromium with many
 requests at once, by its requestAnimationFrame. The last line is JSON.
 """
 

@@ -65,7 +65,7 @@ WARM_UP_SEED = 1
 
 
 class Shape(NamedTuple):
-    """A closed loop: so many streams, each with so many tokens in and out."""
+    """A closed loop: how many streams, and the tokens in and out of each."""
 
     streams: int
     input_tokens: int

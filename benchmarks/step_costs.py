@@ -291,7 +291,7 @@ VOCAB_SIZE = 150_000
 
 
 class LoggedLoad:
-    """A scheduler that is kept at so many running requests."""
+    """A scheduler that is kept at `num_running` running requests."""
 
     def __init__(self, num_running: int, num_steps: int, path: Path | None) -> None:
         self.rng = random.Random(0)

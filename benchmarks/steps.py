@@ -96,7 +96,7 @@ class Floors:
         self.rate = _product_rate(self._rate_dtype)  # operations a second
 
     def linear(self, rows: int, sampled: int) -> Time:
-        """All products of a step of so many tokens, of which so many need logits."""
+        """All products of a step of `rows` tokens, of which `sampled` need logits."""
         body = self._time(False, rows)
         head = self._time(True, sampled) if sampled else Time(0.0, 0.0)
         return Time(body.median + head.median, body.noise + head.noise)

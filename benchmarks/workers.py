@@ -121,7 +121,7 @@ def lag_of(lags: list[float]) -> dict[str, float | None]:
     repeat=Opt(1, "runs of each; the best is told"),
 )
 def main(args: Args) -> dict[str, Any]:
-    """The hop, then servers with so many workers."""
+    """The hop, then servers with each number of workers."""
     hops = {batch: asyncio.run(hop(batch)) for batch in (1, 16, 64, 256)}
     told = ", ".join(f"{batch}: {us:.2f}" for batch, us in hops.items())
     print(f"the hop, us per token by tokens of a step: {told}")

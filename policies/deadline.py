@@ -155,7 +155,9 @@ class DeadlineAdmission(AdmissionPart):
             self.speed = prompt_speed(self.policy, step, max(num_tokens, 1))
 
     def ask(self, request: Request, step: Step) -> Verdict:
-        """As the model of step time sees it: until it is fitted, no request is turned away."""
+        """Return the verdict by the model of step time; until it is fitted, no request is turned
+        away.
+        """
         left = first_due(request, self.options.ttft) - self.now
         num_cached = self.policy.kv_cache.estimate_cached_tokens(request) if left > 0 else 0
         work = (request.num_tokens - num_cached) / self.speed

@@ -113,5 +113,5 @@ class MLFQScheduler(BaseScheduler):
         )
 
     def expected_work(self, request: Request) -> float:
-        """Of the output to come, in prompt tokens: a request goes on for as long as it has."""
+        """Return the work to come, in prompt tokens, of a reply that goes on as long as it has."""
         return self.options.output_weight * request.num_output_tokens

@@ -40,7 +40,7 @@ class PrefixAgedOrder(OrderPart):
         yield from sorted(islice(policy.waiting, window), key=self.score, reverse=True)
 
     def score(self, request: Request) -> float:
-        """In tokens: what is cached, and what waiting is worth."""
+        """Return the score in tokens: those that are cached, and those that waiting is worth."""
         waited = self.policy.clock() - request.arrival_time
         num_cached = self.policy.kv_cache.estimate_cached_tokens(request)
         return num_cached + float(self.options.ageing) * waited

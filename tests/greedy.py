@@ -34,13 +34,13 @@ class GreedyReference:
         self._has_experts = "expert" in " ".join(dict(self._model.named_parameters()))
 
     def tokens(self, prompt: list[int], num_tokens: int) -> "GreedyTokens":
-        """What equals so many greedy tokens after `prompt`."""
+        """An object that equals the greedy tokens after `prompt`."""
         return GreedyTokens(
             num_tokens, partial(self.surprises, prompt), partial(self.generate, prompt, num_tokens)
         )
 
     def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """So many greedy tokens after `prompt`, one after the other as `generate` says them."""
+        """The greedy tokens after `prompt`, one after the other as `generate` gives them."""
         ids = torch.tensor([prompt])
         output = self._model.generate(
             ids,
@@ -87,7 +87,7 @@ def surprises(logits: torch.Tensor, tokens: list[int], dtype: torch.dtype) -> li
 
 
 class GreedyTokens(Sequence[int]):
-    """Equal to every list of so many tokens in which nothing surprises, and made of the first such
+    """Equal to every list of as many tokens in which nothing surprises, and made of the first such
     list, or of what is generated.
     """
 

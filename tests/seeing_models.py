@@ -539,7 +539,7 @@ class Seeing:
         num_tokens: int = NUM_TOKENS,
         videos: Sequence[Video] = (),
     ) -> "GreedyTokens":
-        """What equals so many greedy tokens after a prompt; all images in one call."""
+        """An object that equals the greedy tokens after a prompt; all images in one call."""
         import torch
 
         from tests.greedy import GreedyTokens, surprises

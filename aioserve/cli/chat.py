@@ -311,7 +311,7 @@ class Reply(msgspec.Struct):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """After the first text; None if all came at once."""
+        """The rate after the first text; None if all came at once."""
         if self.first_text is None or self.num_output_tokens == self.num_first_tokens:
             return None
         duration = max(self.seconds - self.first_text, 1e-6)
@@ -331,7 +331,7 @@ class Conversation:
         self._messages: list[dict[str, str]] = []
 
     def reset(self) -> None:
-        """Forget what was said; settings stay."""
+        """Begin a new conversation; settings stay."""
         self._messages.clear()
         self.replies.clear()
 
@@ -379,7 +379,9 @@ class Conversation:
                 self.replies.pop()
 
     async def _outputs(self) -> AsyncGenerator[Any, None]:
-        """Of the chat route; of the completions route, if the model has no chat template."""
+        """Yield outputs of the chat route, or of the completions route for a model without a
+        template.
+        """
         params = self.defaults.fill(self.sampling)
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, *self._messages]
@@ -608,7 +610,7 @@ class _Chat:
         self._read_line = read_from_terminal if self._is_terminal else read_from_pipe
 
     def run(self) -> int:
-        """Until there is no more to read, or to say. Returns the exit code."""
+        """Read and answer until there is no more to read. Returns the exit code."""
         client = self._conversation.client
         cards = self._runner.run(_meet(client))
         defaults = cards[0].sampling
@@ -660,7 +662,7 @@ class _Chat:
             raise
 
     def _answer(self, message: str) -> None:
-        """To a command here, to anything else by the model."""
+        """Run a command here, and have the model answer anything else."""
         if message.startswith("/") and not message.startswith("//"):
             told = self._runner.run(run_command(self._conversation, message))
             _note(told)
@@ -703,7 +705,7 @@ async def _meet(client: AsyncClient) -> list[ModelCard]:
 
 
 def _how_to_start(url: str, error: EngineDeadError) -> AioserveError:
-    """With what is to be done, if nothing listens there."""
+    """Return the error with what is to be done, if nothing listens there."""
     if not isinstance(error.__cause__, aiohttp.ClientConnectorError):
         return error
     parts = urlsplit(url)

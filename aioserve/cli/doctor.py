@@ -136,7 +136,7 @@ class Need:
 
 
 def _needs(distribution: str, extra: str, seen: set[tuple[str, str]]) -> list[Need]:
-    """Of it with an extra (`""`: with none), and of all that those need in turn."""
+    """Return the needs of a distribution with an extra (`""`: none), and of its needs in turn."""
     seen.add((distribution, extra))
     found = []
     for requirement in _requirements(distribution, extra):

@@ -33,7 +33,7 @@ def read_sections(path: Path) -> dict[str, Any]:
 
 
 def set_value(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set `a.b.c` in nested dicts."""
+    """Set the value at the path `dotted`, such as `a.b.c`, in nested dicts."""
     if isinstance(value, str) and dotted.startswith(OPTIONS):
         value = _parse_option(value)  # the types are not known here
     *parents, leaf = dotted.split(".")

@@ -74,12 +74,12 @@ class Adapters:
 
     @property
     def paths(self) -> dict[str, Path]:
-        """By name, in the order in which they were loaded."""
+        """The directories of adapters by name, in the order in which they were loaded."""
         return {name: adapter.path for name, adapter in self._named.items()}
 
     @property
     def ids(self) -> dict[str, str]:
-        """By name, of those in memory: what tells their cached prefixes from others'."""
+        """Ids of the adapters in memory by name, which tell their cached prefixes from others'."""
         return {name: known.adapter_id for name, known in self._named.items() if known.adapter_id}
 
     def _places(self) -> Places:
@@ -120,7 +120,7 @@ class Adapters:
             self._stands_still = True
 
     def go_on(self) -> None:
-        """Read again after `stand_still`. Idempotent."""
+        """Let adapters be read from the disk again after `stand_still`. Idempotent."""
         if self._stands_still:
             self._stands_still = False
             self._disk.release()
@@ -223,7 +223,7 @@ class Adapters:
         samples.let_go = let_go
 
     async def _have_place(self, name: str) -> _Adapter:
-        """Of that name, when it has a place, or there is one for it."""
+        """Return the adapter of that name, once it has a place or there is one for it."""
         adapter = self._known(name)
         if adapter in self._resident and adapter is not self._leaving:
             return adapter
@@ -241,7 +241,9 @@ class Adapters:
                 self._leaving = None
 
     async def _use(self, adapter: _Adapter) -> None:
-        """In memory until `_let_go`: takes its place, at once, and has it read if it is not."""
+        """Keep the adapter in memory until `_let_go`: give it a place, and read it if it is not
+        there.
+        """
         adapter.last_used = next(self._uses)
         adapter.num_users += 1
         if adapter not in self._resident:

@@ -680,8 +680,8 @@ class EngineInternals:
         make_state: Callable[[Request, Samples], SampleState],
         origin: Origin,
     ) -> Samples:
-        """As `add_request`, of one that was tokenized and checked elsewhere; what `make_state`
-        makes of its samples gets their outputs.
+        """Add a request that was tokenized and checked elsewhere, as `add_request`; what
+        `make_state` makes of its samples gets their outputs.
         """
         engine = self._engine
         parts = engine._alive()

@@ -46,7 +46,7 @@ class ShadowTurns(Protocol):
     """The turns that a shadow gets beside live steps."""
 
     def close(self) -> None:
-        """Give it no more turns."""
+        """Stop the shadow: it follows no further step."""
 
 
 class Shadows(Protocol):
@@ -295,7 +295,7 @@ class EngineBuilder:
             )
 
     def _fit_max_model_len(self, num_slots: int) -> int:
-        """As `fit_max_model_len`; a model that is cut short is said."""
+        """Return what `fit_max_model_len` does, and log that a model was cut short."""
         wanted = self._model_info.max_model_len
         fitting = fit_max_model_len(self.config.model, wanted, num_slots)
         if fitting < wanted:

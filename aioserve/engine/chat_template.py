@@ -86,7 +86,7 @@ def _is_broken(call: Mapping[str, Any]) -> bool:
 
 
 def broken_probe(message: Message) -> Message:
-    """As `probe`, with arguments that are a text."""
+    """Return the message of `probe`, with arguments that are a text."""
     asked = probe(message)
     asked["tool_calls"][0]["function"]["arguments"] = "probe_key:"
     return asked
@@ -520,7 +520,7 @@ class ChatTemplate:
         return self._several[source]
 
     def _with_contents(self, source: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """With contents as this template wants them: texts, or lists of parts."""
+        """Return messages with contents as this template wants them: texts, or lists of parts."""
         if not self._marks and not any(isinstance(m["content"], list) for m in messages):
             return messages
         if source not in self._takes:

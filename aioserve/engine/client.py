@@ -98,7 +98,7 @@ class EngineClient(ABC):
 
     @property
     def supports_embeddings(self) -> bool:
-        """Whether prompts can become vectors."""
+        """Whether the model can turn prompts into embeddings."""
         return self._alive().pooling.can_pool
 
     def arriving(self) -> AbstractAsyncContextManager[object]:

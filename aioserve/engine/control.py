@@ -191,7 +191,7 @@ class Control:
             self._check_trial(what)
 
     def _check_kept(self, what: str, running: Running) -> None:
-        """In a pause, when nothing comes between any more: what may have begun meanwhile."""
+        """Check again in the pause, when nothing comes between: work may have begun meanwhile."""
         self._check_open()
         if what == "reload":
             _check_adapters(self._adapters.bound)

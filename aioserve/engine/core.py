@@ -78,18 +78,20 @@ class EngineCore:
         await self._is_quiet.wait()
 
     async def vacate(self) -> None:
-        """In a pause: all running requests lose their blocks, and wait. Raises what the scheduler
-        raises, and what the runner does, which is told.
+        """Take their blocks from all running requests, which wait then; only in a pause. Raises
+        what the scheduler raises, and what the runner does, which is told of it.
         """
         await self._runner.execute_model(self.loop.vacate())
 
     @property
     def step_since(self) -> float | None:
-        """When the runner began its step; None if it is idle. Other threads may read it."""
+        """The time at which the runner began its step; None if it is idle. Other threads may read
+        it.
+        """
         return self.loop.step_since if self.loop.in_flight else None
 
     def step_seconds(self) -> float:
-        """For how long the runner has been at the step that it computes; 0 if it is idle."""
+        """Return for how many seconds the runner has been at its step; 0 if it is idle."""
         return self._clock() - self.loop.step_since if self.loop.in_flight else 0.0
 
     async def run(self) -> None:
@@ -177,7 +179,7 @@ class EngineCore:
         self._set_timer()
 
     async def _sleep(self) -> None:
-        """Until something happens; or, if a policy holds requests back, for a short while.
+        """Wait until something happens, or for a short while if a policy holds requests back.
 
         The loop gets a turn in any case.
         """

@@ -139,7 +139,7 @@ class InputProcessor:
 
     @property
     def media(self) -> ReadMedia:
-        """What prompts may hold besides text."""
+        """The media that prompts may hold besides text."""
         if not self._has_tokenizer:
             return ReadMedia.none(NO_TOKENIZER)
         if self._family is None:
@@ -174,7 +174,7 @@ class InputProcessor:
         return ChatTemplate(self._tokenizer, placeholders, content=self._content)
 
     def room(self, params: SamplingParams | PoolingParams) -> PromptLimit:
-        """Return what `params` leave to a prompt."""
+        """Return how many tokens `params` leave to a prompt."""
         return PromptLimit.of(params, self._max_model_len)
 
     async def load_for(self, prompt: Prompt) -> None:
@@ -533,7 +533,9 @@ class PoolingValidator:
         return msgspec.structs.replace(params, pooling=self._stated)
 
     def _check_dimensions(self, dimensions: int) -> None:
-        """Only a model that was trained so has vectors whose beginnings mean something."""
+        """Refuse to cut vectors of a model that was not trained for it: their beginnings mean
+        nothing.
+        """
         allowed = self._model_info.matryoshka_dimensions
         if not allowed:
             raise RequestError(

@@ -20,7 +20,7 @@ class KVEventRelay(StepObserver):
         observer: Callable[[KVEvent], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
-        """`on_error` hears what the observer raised."""
+        """Make a relay; `on_error` is called with what the observer raised."""
         self._kv_cache = kv_cache
         self._observer = observer
         self._on_error = on_error

@@ -49,7 +49,7 @@ class Came(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Stands(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a request stood when the picture was taken."""
+    """The state of a request when the picture was taken."""
 
     came: Came
     state: str  # queued, running, preempted, paused
@@ -112,7 +112,7 @@ class Switched(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Events(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened, in order within each list."""
+    """The events of a frame, in order within each list."""
 
     came: list[Came]
     planned: list[Planned]
@@ -173,7 +173,7 @@ class Shadow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change from frame to frame."""
+    """The facts about a server that do not change from frame to frame."""
 
     version: str
     model: str
@@ -190,7 +190,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="frame"):
-    """What happened since the frame before."""
+    """The events since the frame before."""
 
     number: int
     now: float
@@ -523,7 +523,7 @@ class LiveFeed:
         self._set_timer()
 
     async def _wait(self) -> None:
-        """Until there is another frame, or an end."""
+        """Wait until there is another frame, or an end."""
         self._num_looking += 1
         try:
             await asyncio.shield(self._next)

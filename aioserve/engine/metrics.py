@@ -66,13 +66,13 @@ class Histogram(msgspec.Struct, array_like=True):
         self.total += count * value
 
     def family(self, name: str, documentation: str) -> HistogramMetricFamily:
-        """As Prometheus wants it: cumulative, last bucket +Inf."""
+        """Return the histogram as Prometheus wants it: cumulative, with +Inf as the last bucket."""
         return HistogramMetricFamily(
             name, documentation, buckets=self.cumulative(), sum_value=self.total
         )
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """By upper bound, how many are not above it."""
+        """Return the cumulative counts: for each upper bound, how many values are not above it."""
         so_far, buckets = 0, []
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
             so_far += count
@@ -128,7 +128,7 @@ class RecentRate:
         self._last = now
 
     def per_second(self, now: float) -> float:
-        """0 if nothing ever came."""
+        """Return the rate at the time `now`; 0 if nothing was ever counted."""
         if math.isnan(self._since):
             return 0.0
         # What came before the beginning is not known to be nothing.
@@ -245,7 +245,7 @@ class RequestCounts(Protocol):
     num_generation_tokens: int
 
     def on_prompt_computed(self, state: SampleState, now: float) -> None:
-        """There is a first token, or a prompt's vector; `now` in seconds of the engine's clock."""
+        """Note the first token or a prompt's vector; `now` in seconds of the engine's clock."""
 
     def on_next_tokens(self, seconds: float, num_requests: int) -> None:
         """Count requests that have new tokens, `seconds` after their last ones."""
@@ -369,8 +369,8 @@ class EngineMetrics(Collector):
         self._observe_phases(state, now)
 
     def _observe_phases(self, state: SampleState, now: float) -> None:
-        """Of a request that was never served, all is queue; of one without a token, none is decode.
-        It may have been preempted in either phase.
+        """Note phases. A request that was never served only queued; without a token, none is
+        decode. It may have been preempted in either phase.
         """
         served = now if state.scheduled_time is None else state.scheduled_time
         self.queue_time.observe(served - state.request.arrival_time)

@@ -35,7 +35,7 @@ _lines = logging.getLogger("aioserve.engine.request_log")
 
 
 class RequestState(SampleState):
-    """One whose reader wants text, in this process."""
+    """The state of a request whose reader wants text, in this process."""
 
     __slots__ = ("detokenizer", "has_stops", "index", "is_final_only", "merged", "stops", "stream")
 
@@ -342,7 +342,9 @@ class OutputProcessor(StepObserver):
             self._failures.log("metrics", error)
 
     def _finish(self, state: SampleState, reason: FinishReason, now: float) -> None:
-        """Its reader has been told; an observer that raises is heard of in the log alone."""
+        """Forget a request whose reader has been told, and tell the observers of its end. An
+        observer that raises is only logged.
+        """
         del self._states[state.request.request_id]
         if state.scheduled_time is None:
             self.left_queue(state.request)

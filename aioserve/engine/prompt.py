@@ -168,7 +168,9 @@ class ReadMedia(msgspec.Struct, frozen=True):
 
     @classmethod
     def none(cls, why: str) -> "ReadMedia":
-        """Of a model, or an engine, that reads neither images nor videos: `why` says so."""
+        """Return the media of a model or engine that reads neither images nor videos: `why` says
+        so.
+        """
         return cls(why, why)
 
 

@@ -127,7 +127,7 @@ class RequestLine(msgspec.Struct, frozen=True):
 def log_request(
     state: SampleState, num_output_tokens: int, reason: FinishReason, now: float
 ) -> None:
-    """It has ended, at `now` in seconds of the engine's clock."""
+    """Log a request that has ended at `now`, in seconds of the engine's clock."""
     if not logger.isEnabledFor(logging.INFO):
         return
     request, origin, first = state.request, state.samples.origin, state.first_token_time

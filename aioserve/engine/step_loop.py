@@ -53,7 +53,7 @@ class FailureLog:
             logger.error("%s failed: %s%s", culprit, error, since, exc_info=error)
 
     def announce(self, message: str) -> None:
-        """A line about what follows from failures."""
+        """Log in a line what follows from failures of the policy."""
         logger.error("%s", message)
 
 
@@ -496,7 +496,7 @@ class StepLoop(PolicyGuard, Generic[T]):
         self.wake()
 
     def vacate(self) -> SchedulerOutput:
-        """In a pause, with nothing in flight: all running requests lose their blocks, and wait.
+        """Take the blocks of all running requests, which wait; in a pause, with nothing in flight.
         Returns a plan without tokens that tells the runner of it. Raises what the scheduler raises.
         """
         try:
@@ -516,11 +516,11 @@ class StepLoop(PolicyGuard, Generic[T]):
         return self._stalled_since is not None
 
     def stalled_seconds(self) -> float:
-        """For how long the policy has scheduled no request although some wait."""
+        """Return for how many seconds the policy has scheduled no request although some wait."""
         return 0.0 if self._stalled_since is None else self._clock() - self._stalled_since
 
     def idle_seconds(self) -> float | None:
-        """With nothing in flight: after how long to make a turn although nothing woke the driver.
+        """Return seconds until a turn, with nothing in flight, although nothing woke the driver.
         None: only when something does.
         """
         if self.is_paused or not self.scheduler.has_requests():
@@ -625,7 +625,7 @@ class StepLoop(PolicyGuard, Generic[T]):
         return results
 
     def end_turn(self) -> None:
-        """What the steps brought has been delivered."""
+        """Note that the results of the steps have been delivered."""
         self.observers.tell(self.observers.turn_end)
 
     # How.

@@ -29,7 +29,7 @@ MAX_MESSAGE = 1_000  # characters of what a template raises
 
 
 class TooLongError(Exception):
-    """A template puts together more than it may."""
+    """Raised where a template makes a text that is longer than allowed."""
 
 
 def main(file: int, max_text: int, max_bytes: int) -> None:

@@ -47,7 +47,7 @@ class _Hang:
         return self._num_ticks * self._tick
 
     def moves(self) -> bool:
-        """It has moved; returns whether the log said that it hangs."""
+        """Note that it has moved; returns whether the log said that it hangs."""
         was_said = self.was_said
         self._num_ticks, self.was_said, self.was_dead = 0, False, False
         return was_said
@@ -165,7 +165,7 @@ class Watchdog:
             self._on_dead_loop(what)
 
     def _look_at_step(self) -> None:
-        """Only while the loop turns: else its result has not been taken."""
+        """Judge the step, but only while the loop turns: else its result was not taken."""
         step = self._get_step()
         if step is None or step != self._step:
             self._step = step
@@ -215,7 +215,7 @@ class LoopMonitor:
         self._since = 0.0
 
     def start(self) -> None:
-        """There is work. Does nothing if that was known."""
+        """Note that there is work. Does nothing if that was known."""
         if self._timer is None:
             self._since = time.monotonic()
             self._set()

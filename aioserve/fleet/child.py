@@ -184,7 +184,7 @@ class Child:
         self._forgotten()
 
     def kill(self) -> None:
-        """End it at once, whatever it does."""
+        """End the process at once, whatever it does."""
         self._process.kill()
         self._process.wait()
         self._reader.join(1.0)

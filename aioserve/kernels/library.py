@@ -71,7 +71,7 @@ def open_compiled(path: Path) -> ctypes.CDLL:
 
 
 def _digest() -> str:
-    """Of all sources, in hexadecimal: setup.py compiles the same into each library."""
+    """Return the hash of all sources, in hexadecimal, which setup.py compiles into each library."""
     texts = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
     return hashlib.sha256(b"".join(texts)).hexdigest()
 
@@ -106,7 +106,7 @@ VARIANTS = {
 
 
 class KernelsUnavailableError(Exception):
-    """There are no kernels to call here; the message says why. Plain torch is the way on."""
+    """Raised where there are no kernels to call; the message says why. Plain torch goes on."""
 
 
 def usable_variants() -> list[str]:

@@ -29,7 +29,7 @@ def load_state_steps() -> "StateSteps":
 
 
 def _place(x: Tensor) -> tuple[int, int, int]:
-    """Of a tensor [B, L, ...]: where it is, and how far its rows and tokens are apart."""
+    """Return the address of a tensor [B, L, ...], and the strides of its rows and tokens."""
     return x.data_ptr(), x.stride(0), x.stride(1)
 
 

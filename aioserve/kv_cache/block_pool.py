@@ -89,7 +89,7 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 def tell_stored(
     request: Request, first: int, end: int, block_size: int, lookup: Callable[[bytes], int | None]
 ) -> Iterator[BlockStored]:
-    """Of blocks `first` to `end` of the request, which have hashes, those not there yet."""
+    """Yield those of the blocks `first` to `end` of the request that are not there yet."""
     hashes = request.block_hashes
     for i in range(first, end):
         if lookup(hashes[i]) is None:
@@ -129,7 +129,7 @@ class BlockNotes:
         self.evicted: dict[bytes, int] | None = {} if evicted else None  # intact until a step runs
 
     def clear(self) -> None:
-        """Nothing that was noted counts."""
+        """Forget all notes: none of them counts any more."""
         for notes in (self.stored, self.evicted):
             if notes is not None:
                 notes.clear()
@@ -368,7 +368,7 @@ class Leases:
 
     @property
     def references(self) -> Counter[int]:
-        """By block: how many leases hold it."""
+        """How many leases hold each block, by block."""
         return Counter(b for lease in self.held.values() for b in lease.block_ids)
 
     @property

@@ -66,7 +66,7 @@ class KeptPool(Protocol):
 
     @property
     def name(self) -> str:
-        """What the runner calls the pool."""
+        """The name that the runner has for the pool."""
 
     def lookup(self, block_hash: bytes) -> int | None:
         """Return where this content is in the pool; None if it is not."""
@@ -125,7 +125,7 @@ class StepTime(Protocol):
 
     @property
     def seconds_per_prompt_token(self) -> float:
-        """What one more prompt token costs."""
+        """Seconds that one more prompt token costs."""
 
 
 class KVConnectorBase(ABC):

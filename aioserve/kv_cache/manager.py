@@ -222,8 +222,8 @@ class KVCacheManager:
         return len(block_ids) * self.block_size
 
     def shortage(self, request: Request, gone: "Vacancy | None" = None) -> WaitReason | None:
-        """Of what besides blocks there is too little to admit the request now, were the requests of
-        `gone` away; None: of nothing.
+        """Return what besides blocks is too scarce to admit the request now, were the requests of
+        `gone` away; None if nothing is.
         """
         for shortage in self._shortages:
             if (reason := shortage(request, () if gone is None else gone.requests)) is not None:

@@ -295,8 +295,8 @@ class WindowBlocks(msgspec.Struct, frozen=True, gc=False):
 
 
 class Ahead(msgspec.Struct, frozen=True, gc=False):
-    """An order to the runner to encode so much of an input in a step. A request whose tokens are
-    not in the step, nor the request in the batch perhaps, needs it.
+    """An order to the runner to encode a part of an input in a step in which the request that needs
+    it has no tokens; perhaps the request is not even in the batch.
     """
 
     item: EncoderInput
@@ -312,12 +312,12 @@ class Ahead(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_tokens(self) -> int:
-        """How much of the work is this step's."""
+        """How many tokens of the work are done in this step."""
         return self.done - self.num_before
 
     @property
     def is_last(self) -> bool:
-        """Whether the output is there with this step."""
+        """Whether this step completes the output."""
         return self.done == self.item.size
 
 

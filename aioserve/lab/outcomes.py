@@ -36,12 +36,12 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def first(self) -> float:
-        """When the first token came, in seconds since the start."""
+        """The time of the first token, in seconds since the start."""
         return self.arrival_s + self.ttft_s
 
     @property
     def end(self) -> float:
-        """When the last token came, in seconds since the start."""
+        """The time of the last token, in seconds since the start."""
         return self.arrival_s + self.latency_s
 
 
@@ -216,7 +216,7 @@ def decode_spans(
 # that runs prompts in rounds of their own.
 
 
-# A card multiplies matrices in tiles of so many rows, so what a round takes jumps from one multiple
+# A card multiplies matrices in tiles of 128 rows, so what a round takes jumps from one multiple
 # to the next. Measured on the A10G of the VTC artifact; a table of finer steps had too few rounds.
 TILE_TOKENS = 128
 # Seconds by which a round may differ from the straight line through all rounds: one that took more

@@ -147,7 +147,7 @@ class PolicyTrials:
         return recorder.num_added
 
     def _request_ids(self) -> set[str]:
-        """Of the requests that have not ended."""
+        """Return the ids of the requests that have not ended."""
         policy = innermost(self._loop.scheduler)
         assert isinstance(policy, BaseScheduler)
         return {request.request_id for request in policy.get_requests()}

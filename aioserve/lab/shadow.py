@@ -102,7 +102,7 @@ class Shadow:
         return not self.stats.is_failed and bool(self._events or self._live)
 
     def note(self, now: float, request: Request, *, left: bool = False) -> None:
-        """A live request came, or its client left."""
+        """Note that a live request came, or that its client left."""
         if self.stats.is_failed:
             return
         if self._events and now - self._events[0][0] > LAG_SECONDS + MAX_BEHIND_SECONDS:

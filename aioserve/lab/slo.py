@@ -112,7 +112,7 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_of_requests(self) -> bool:
-        """Whether it limits single requests, not only programs."""
+        """Whether the SLO limits single requests, not only programs."""
         return any((self.ttft, self.tpot, self.gap, self.e2e, self.deadline))
 
     def __str__(self) -> str:

@@ -303,7 +303,7 @@ def read_pooling(directory: Path) -> str | None:
     return ", then ".join([pooling, *more])
 
 
-# Refuses a tokenizer whose steps make a text so much longer that a request would never end.
+# Refuses a tokenizer whose steps lengthen a text until a request would never end.
 # `tokenizer.json` may replace texts by longer ones, one step after another: thirty that double a
 # letter make a gigabyte of it, in one call that nothing can end. Knows the steps of `tokenizers`
 # that prompts go through before they are cut into tokens, and replies after. Knows no vocabulary.

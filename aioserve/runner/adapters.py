@@ -112,7 +112,7 @@ class DecoderAdapters(ABC):
 
     @abstractmethod
     def structs(self, *rows: TokenAdapters | None) -> tuple[Any, ...]:
-        """For each of `rows` an array of structs, then for each how many there are."""
+        """Return for each of `rows` an array of structs, then for each how many there are."""
 
 
 class LoadedAdapters(ABC):

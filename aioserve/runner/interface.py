@@ -149,7 +149,7 @@ class AdapterFiles(Protocol):
 
     @property
     def digest(self) -> str:
-        """Of all its files: equal for equal weights."""
+        """A hash of all its files: equal for equal weights."""
 
 
 class SlotGroup(NamedTuple):

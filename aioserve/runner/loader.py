@@ -145,7 +145,7 @@ class QuantizedLoad(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> "QuantizedLoad":
-        """Of a causal language model."""
+        """Return how the weights of a causal language model are quantized."""
         return cls(*told_of_weights(module), has_quantized_layers(module))
 
     def check(self, model: ServedModel, config: ModelConfig) -> None:

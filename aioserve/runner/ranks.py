@@ -112,5 +112,5 @@ class Ranks(ABC):
 
 
 def together(ranks: Ranks | None) -> AbstractContextManager[None]:
-    """`Ranks.together`, if there are several."""
+    """Return `Ranks.together` of several ranks; of one, a context that does nothing."""
     return nullcontext() if ranks is None else ranks.together()

@@ -112,8 +112,8 @@ class StepTimeSource(ABC):
         return (idle + (busy - idle) * moving) / busy
 
     def num_kv_tokens(self, max_step_tokens: int, max_rows: int) -> int | None:
-        """Return how many tokens the KV cache of the machine holds, beside what steps of so many
-        tokens and rows take; None if the source does not know.
+        """Return how many tokens the KV cache of the machine holds, beside the memory that steps of
+        `max_step_tokens` tokens and `max_rows` rows need; None if the source does not know.
         """
         return None
 

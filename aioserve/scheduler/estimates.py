@@ -61,7 +61,7 @@ class OnlineStepTime:
 
     @property
     def seconds_per_step(self) -> float:
-        """What a step costs before it does anything."""
+        """Seconds that a step costs before it computes anything."""
         return max(self._coefficients[0], 1e-6)
 
     @property

@@ -56,7 +56,7 @@ class Memory:
 
     @property
     def evictable(self) -> int:
-        """Of the free tokens, those that are cached prefixes."""
+        """Free tokens that are cached prefixes."""
         pool = self._kv_cache.pool
         return self._tokens(pool.num_free_blocks - pool.num_unused_blocks)
 

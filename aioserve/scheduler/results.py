@@ -27,7 +27,7 @@ def take_results(
     clock: Callable[[], float],
     order: Order,
 ) -> dict[int, EngineCoreOutputs]:
-    """As `SchedulerInterface.update_from_output`; outputs bear the time of `clock` at the end.
+    """Do as `SchedulerInterface.update_from_output`; outputs bear the time of `clock` at the end.
     `order` is asked for requests that have to be computed again.
     """
     requests = book.land(scheduler_output)

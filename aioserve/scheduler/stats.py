@@ -79,7 +79,7 @@ class Gauging(Protocol):
     """A policy that shows numbers of its own."""
 
     def gauges(self) -> dict[str, float]:
-        """By name, the numbers to show."""
+        """Return the numbers to show, by name."""
 
 
 class GaugeReader:

@@ -541,7 +541,7 @@ class Step(OpenStep):
         return True
 
     def _drop_last_paused(self, but: Request) -> bool:
-        """Of the paused requests, the last in order loses its blocks. False: there is none."""
+        """Preempt the paused request that is last in order. False: there is none."""
         last = max((r for r in self._book.paused if r is not but), key=order_key, default=None)
         if last is not None:
             self.preempt(last)
@@ -610,7 +610,7 @@ class Step(OpenStep):
             self.preempted_req_ids.append(request.request_id)
 
     def _paused_req_ids(self) -> list[str]:
-        """Of the requests that leave the batch, those that keep their blocks."""
+        """Return the requests that leave the batch and keep their blocks."""
         requests, paused = self._book.requests, self._book.paused
         return [i for i in self.preempted_req_ids if requests.get(i) in paused]
 

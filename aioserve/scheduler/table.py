@@ -62,12 +62,14 @@ class RequestQueue:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """In order. The queue may change meanwhile: what comes in before the place is skipped."""
+        """Yield requests in order. The queue may change meanwhile: what comes in before the place
+        is skipped.
+        """
         return self._walk(0)
 
     def from_key(self, key: Any) -> Iterator[Request]:
-        """In order, from the first request whose `order` is `key` or more: those before it cost
-        nothing.
+        """Yield requests in order, from the first whose `order` is `key` or more: those before it
+        cost nothing.
         """
         yield from self._walk(bisect_left(self._requests, (key,), key=order_key))
 

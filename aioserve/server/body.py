@@ -48,7 +48,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `|$)", re.
 
 
 class BodyDecoder(Generic[T]):
-    """Decodes bodies of one endpoint."""
+    """A decoder of the JSON bodies of one endpoint."""
 
     def __init__(self, request_type: type[T], route: str = "") -> None:
         """`route`: its name in `fields`, where what it does not serve is declared."""
@@ -182,7 +182,7 @@ def _known_only(tree: Any, struct: Any) -> Any:
 
 @cache
 def _parts(struct: Hashable) -> dict[str, type[Any]]:
-    """By field of `struct`: the struct that its value is, or holds."""
+    """Return, by field of `struct`, the struct that its value is or holds."""
     info = msgspec.inspect.type_info(struct)
     assert isinstance(info, msgspec.inspect.StructType)
     found = {field.encode_name: _struct_in(field.type) for field in info.fields}

@@ -37,7 +37,7 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 
 
 class UnknownFileError(RequestError):
-    """There is no such file, or none any more."""
+    """Raised for a file that is not there, or not any more."""
 
 
 class UnknownRequestError(RequestError):

@@ -242,7 +242,7 @@ class Answer(ABC):
         return chunk
 
     def quick_chunk(self, index: int, output: RequestOutput) -> bytes | None:
-        """As `chunk`, for a delta of text alone after the first of its choice; None for others."""
+        """Return `chunk` of a delta of text alone after the first of its choice; else None."""
         frame = self._frames.get(index)
         if frame is None or output.finish_reason is not None:
             return None

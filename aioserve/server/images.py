@@ -34,7 +34,7 @@ def content_of(parts: Sequence[Part]) -> Content:
 
 
 def joined(first: Content, second: Content) -> Content:
-    """Of two messages: a line each where a text meets a text."""
+    """Return the contents of two messages as one: a line each where a text meets a text."""
     if isinstance(first, str) and isinstance(second, str):
         return "\n".join(filter(None, (first, second)))
     before, after = (
@@ -54,7 +54,7 @@ class MediaParts(Protocol):
         """Return the image that is at `url`, or in it. Raises `RequestError` that names `path`."""
 
     def add_base64(self, path: str, media_type: str, data: str) -> Part:
-        """As `add`, for what is in the fields `media_type` and `data` of `path`."""
+        """Add, as `add`, what is in the fields `media_type` and `data` of `path`."""
 
     def add_video(self, path: str, url: str, fps: float | None, fps_path: str) -> Part:
         """Return the video whose frames are in `url`, `fps` of them in a second. Raises
@@ -122,8 +122,8 @@ class Shown(NamedTuple):
     parts: ImageParts
 
     async def bring(self, engine: EngineClient) -> Prompt:
-        """As `Images.show`. Counts as a request that waits: raises `EngineOverloadedError`
-        before any image is fetched or decoded.
+        """Prepare the prompt, as `Images.show`. Counts as a request that waits: raises
+        `EngineOverloadedError` before any image is fetched or decoded.
         """
         async with engine.arriving():
             return await self.images.show(self.conversation, self.parts)

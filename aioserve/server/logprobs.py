@@ -52,7 +52,7 @@ class TokenTexts:
         return sum(byte & 0xC0 != 0x80 for byte in self[token_id][1])
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether texts may leave it out."""
+        """Return whether texts may leave the token out."""
         return token_id in self._special
 
     def join(self, token_ids: Sequence[int]) -> str:
@@ -98,7 +98,7 @@ def completion_logprobs(
 def _alternatives(
     texts: TokenTexts, token_id: int, item: TokenLogprobs, num_logprobs: int
 ) -> dict[str, float]:
-    """By text, and by id where another token has that; with OpenAI's, the own token is there."""
+    """Return logprobs by text, or by id where texts are equal; as OpenAI's with the own token."""
     own, named = texts.text(token_id), {}
     alternatives = zip(item.top_token_ids, item.top_logprobs, strict=True)
     for other_id, value in list(alternatives)[:num_logprobs]:

@@ -325,7 +325,7 @@ def _limit(name: str, schema: Schema) -> None:
 
 
 def _allow_zero(schema: Schema) -> None:
-    """Of `max_tokens`, where the prompt alone may be asked about."""
+    """Allow a `max_tokens` of 0, where the prompt alone may be asked about."""
     for kind in schema.get("anyOf", [schema]):
         if "minimum" in kind:
             kind["minimum"] = 0

@@ -65,7 +65,7 @@ def route_of(command: type[OperatorCommand[Any, Any]]) -> Route:
 
 
 def _decoder(command: type[OperatorCommand[Any, Any]]) -> BodyDecoder[RequestPart]:
-    """Of a struct with the same fields, which refuses all others."""
+    """Return a decoder of a struct with the same fields, which refuses all others."""
     http = command.http
     body = msgspec.defstruct(
         http.schema or f"{command.__name__}Request",

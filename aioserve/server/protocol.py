@@ -43,7 +43,7 @@ class ResponseFormat(RequestPart, kw_only=True, omit_defaults=True):
 
     @property
     def field(self) -> str:
-        """Where in the body stands what the text is bound to."""
+        """The place in the body of what the text is bound to."""
         if self.type == "json_schema":
             return "response_format.json_schema.schema"
         return "response_format.format" if self.format is not None else "response_format"
@@ -104,7 +104,7 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
-    """One alternative at a position."""
+    """One alternative token at a position, with its log probability."""
 
     token: str
     logprob: float
@@ -252,7 +252,7 @@ class GenerationRequest(SamplingRequest, kw_only=True, omit_defaults=True):
         default_max_tokens: int | None = None,
         **others: Any,
     ) -> SamplingParams:
-        """As `make_params`, with what `response_format` asks of the text."""
+        """Return `make_params`, with what `response_format` asks of the text."""
         form = self.response_format
         wanted = None if form is None else form.structured_outputs()
         own = {name: getattr(self, name) for name in ("n", "prompt_logprobs", "detokenize")}

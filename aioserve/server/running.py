@@ -120,7 +120,7 @@ class Responses(Protocol):
     """A store of responses, wherever it is."""
 
     async def get(self, response_id: str) -> Kept | None:
-        """None if it was never stored, or is forgotten."""
+        """Return a stored response; None if it was never stored or is forgotten."""
 
     async def put(self, response_id: str, kept: Kept) -> None:
         """Keep it; those that were not asked for the longest are forgotten for it."""
@@ -144,7 +144,7 @@ class ResponseStore:
         self._num_bytes = 0
 
     async def get(self, response_id: str) -> Kept | None:
-        """None if it was never stored, or is forgotten."""
+        """Return a stored response; None if it was never stored or is forgotten."""
         if response_id in self._kept:
             self._kept.move_to_end(response_id)
         return self._kept.get(response_id)

@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize, as vLLM has them: texts or conversations to token ids, and back.
 
-Knows the shape of these endpoints; the tokenizer and the chat template are the engine's.
+Has the handlers of these endpoints; the tokenizer and the chat template are the engine's.
 """
 
 from collections.abc import AsyncIterator

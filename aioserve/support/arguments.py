@@ -81,7 +81,7 @@ class TakesArguments(Protocol):
 
 
 def assignment(text: str) -> tuple[str, str]:
-    """`SECTION.NAME=VALUE` as name and value."""
+    """Return the name and the value of `SECTION.NAME=VALUE`."""
     name, equals, value = text.partition("=")
     if not equals or not all(name.split(".")) or "." not in name:
         raise argparse.ArgumentTypeError(f"expected SECTION.NAME=VALUE, got {text!r}")

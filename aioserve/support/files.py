@@ -94,17 +94,17 @@ def _find(name_or_path: str | Path, kind: str, folder: str) -> Path:
 
 
 def config_names() -> set[str]:
-    """Of the files of settings that come with the package."""
+    """Return the names of the files of settings that ship."""
     return set(_shipped(""))
 
 
 def workload_names() -> set[str]:
-    """Of the workloads that do."""
+    """Return the names of the workloads that ship."""
     return set(_shipped("workloads"))
 
 
 def fleet_names() -> set[str]:
-    """Of the fleets that do."""
+    """Return the names of the fleet files that ship."""
     return set(_shipped("fleets"))
 
 

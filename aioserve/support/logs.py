@@ -155,7 +155,7 @@ class BackgroundWriter:
             return pieces
 
     def _put_down(self, pieces: list[bytes], error: OSError | None) -> None:
-        """They are written, or lost; and there may be room again."""
+        """Note that the pieces are written or lost, and that there may be room again."""
         num_bytes, begins, told = sum(map(len, pieces)), False, b""
         with self._changed:
             if error is not None:
@@ -321,7 +321,7 @@ class _LogGaps(Gaps):
 
 
 def set_up_logging(level: str, log_format: LogFormat, process: str = "") -> None:
-    """To stderr, by a thread, and so is all else that this process prints: for processes that are a
+    """Log to stderr, by a thread, and print all else by it too: for processes that are a
     server's own. `process` names it in every line; empty: the engine's, which text need not say.
     """
     if log_format == "json":

@@ -67,7 +67,7 @@ def _import_file(path: Path, word: str, unknown: type[ConfigError]) -> ModuleTyp
 
 
 def _not_importable(error: BaseException, path: str, word: str) -> ConfigError:
-    """In one line, with the place: of what is wrong in Python's eyes, or of what was running."""
+    """Return the error in one line, with its place in the source, or in what was running."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         where, message = f"{_shown(error.filename)}:{error.lineno}", error.msg
     else:

@@ -30,7 +30,7 @@ def prepare_process() -> None:
 
 
 def _open_missing() -> None:
-    """Of the first three descriptors, those that are closed lead to nowhere."""
+    """Open those of the first three descriptors that are closed, to nowhere."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -93,8 +93,8 @@ class ProcessWatch:
     """A watch on whether a process that is waited for goes on."""
 
     def __init__(self, pid: int, seconds: float, max_looks_idle: int | None = None) -> None:
-        """It is waited for `seconds` at most. After `max_looks_idle` looks in a row that find it
-        waiting it stands still; None: it may wait for others.
+        """Watch a process that is waited for `seconds` at most. After `max_looks_idle` looks in a
+        row that find it waiting it stands still; None: it may wait for others.
         """
         self._stat = Path(f"/proc/{pid}/stat")  # of Linux; elsewhere there is patience alone
         self._give_up = time.monotonic() + seconds

@@ -55,7 +55,7 @@ def _go_on() -> None:
 
 
 def show_no_bars() -> None:
-    """In this process: another one shows the same."""
+    """Show no bars in this process, because another one shows the same."""
     BAR["disable"] = True
 
 
@@ -117,7 +117,9 @@ def stage(items: Iterable[T], title: str, unit: str) -> Iterator[T]:
 
 @contextmanager
 def counted(total: int, title: str, unit: str) -> Iterator[Callable[[], Any]]:
-    """The same for what is no list: the function is called whenever one more of `total` is done."""
+    """Show the progress of work that is no list: the function is called whenever one more of
+    `total` is done.
+    """
     counter: Any = as_stage(_tqdm, (), {"desc": title, "total": total, "unit": unit})
 
     def count() -> None:

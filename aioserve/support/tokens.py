@@ -46,7 +46,7 @@ class TokenBytes(dict[int, bytes]):
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is one of `transformers`."""
+        """Make an empty map for a tokenizer of `transformers`."""
         super().__init__()
         self._tokenizer = tokenizer
 

@@ -368,7 +368,7 @@ class Bench:
 
 
 def _with_blocks(spec: WindowSpec, longest: int, block_size: int, num_spare: int) -> WindowSpec:
-    """With blocks for one request of `longest` tokens, and some to spare."""
+    """Return the spec with blocks for one request of `longest` tokens, and some to spare."""
     least = spec.num_request_blocks(longest, longest, block_size)
     return msgspec.structs.replace(spec, num_blocks=least + num_spare)
 

@@ -126,7 +126,7 @@ class _Run:
         return SHORT * num_short + LONG * (self._num_steps - num_short)
 
     def plans(self) -> Iterator[_Plan]:
-        """Of every step, those that were not asked for among them."""
+        """Yield the plan of every step, those that were not asked for among them."""
         scheduler = self.scheduler
         while self._num_steps < MAX_STEPS:
             is_quiet = self._num_quiet >= PATIENCE or not scheduler.has_unfinished_requests()

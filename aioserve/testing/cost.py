@@ -1,4 +1,4 @@
-"""What a policy costs: lines of Python for so many requests, and memory kept of ended ones.
+"""What a policy costs: lines of Python by number of requests, and memory kept of ended ones.
 
 Measured on a scheduler and the least that it needs to go on: no checks, no runner, every token a
 zero. Lines and bytes are the same on every machine; no seconds are judged.
@@ -239,8 +239,8 @@ def check_memory(policy: type[BaseScheduler], options: Mapping[str, Any]) -> Non
 
 def kept(serve: Callable[[int], dict[str, int]]) -> dict[str, tuple[int, int]]:
     """Return what grows with requests that have ended: bytes before and after `MANY` of them, by
-    name. `serve` serves so many requests and returns the sizes of all that is kept. Where nothing
-    seems to grow after a few, no more are served.
+    name. `serve` serves a number of requests and returns the sizes of all that is kept. Where
+    nothing seems to grow after a few, no more are served.
     """
 
     def grown(first: int, more: int) -> dict[str, tuple[int, int]]:
@@ -304,7 +304,7 @@ class _Plain(BaseScheduler):
 
 
 def _sizes(scheduler: BaseScheduler) -> dict[str, int]:
-    """In bytes, by attribute of the policy and by variable of its classes and their modules."""
+    """Return bytes by attribute of the policy and by variable of its classes and their modules."""
     shared = vars(BareRun(_Plain, {}, 1).scheduler).keys()  # that every policy has
     found = {f"self.{n}": value for n, value in vars(scheduler).items() if n not in shared}
     for kind in type(scheduler).__mro__:

@@ -122,7 +122,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
         self._ahead = 0.0
 
     def time(self) -> float:
-        """In seconds, as of any loop."""
+        """Return the time in seconds, as any loop does."""
         return super().time() + self._ahead
 
     def jump(self, seconds: float) -> None:
@@ -383,7 +383,7 @@ def _kept(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def _first(function: ast.FunctionDef) -> ast.stmt:
-    """Behind what it says of itself."""
+    """Return the first statement behind the docstring."""
     body = function.body
     return body[1] if ast.get_docstring(function) is not None and len(body) > 1 else body[0]
 
@@ -465,7 +465,7 @@ class Told(msgspec.Struct):
 
     @property
     def is_served(self) -> bool:
-        """Whether it got all that it asked for."""
+        """Whether the client got all that it asked for."""
         ends = self.finish_reasons
         is_good = bool(ends) and ends.keys() == self.texts.keys()
         is_good = is_good and set(ends.values()) <= {"length", "stop"}
@@ -484,7 +484,7 @@ class Client:
         self.told = Told()
 
     async def run(self) -> Told:
-        """To its end: what it was told."""
+        """Send the request, and return what it was told until its end."""
         data = json.dumps(self.body).encode()
         path = "/v1/chat/completions" if "messages" in self.body else "/v1/completions"
         head = (

@@ -442,7 +442,7 @@ class SchedulerHarness(EngineCalls):
 
     @kept
     def wait(self, seconds: float) -> None:
-        """Time passes without a step."""
+        """Let time pass without a step."""
         self.now += seconds
 
     # What an operator does.

@@ -43,7 +43,7 @@ class Harness(Protocol):
         """Add a request."""
 
     def wait(self, seconds: float) -> None:
-        """Time passes without a step."""
+        """Let time pass without a step."""
 
     def run_until_idle(self) -> None:
         """Step until every request has ended."""

@@ -130,7 +130,7 @@ class Life:
 
     @property
     def request_id(self) -> str:
-        """Its name; a later life may have the same."""
+        """The id of the request; a later life may have the same."""
         return self.request.request_id
 
     @property

@@ -38,7 +38,7 @@ class Contract(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The file of the tests."""
+        """The path of the file with the contract's tests."""
         return str(Path(__file__).parent.joinpath(*self.module.split(".")[2:])) + ".py"
 
 

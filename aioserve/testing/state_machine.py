@@ -323,7 +323,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=2), is_list=BOOLEANS, was_stopped=BOOLEANS)
     def clients_leave(self, numbers: list[int], is_list: bool, was_stopped: bool) -> None:
-        """In any state, twice, unknown; or a stop string was found in the text."""
+        """End requests in any state, twice, or unknown ones; or by a stop string in the text."""
         ids = [self._name(number) for number in numbers]
         status = RequestStatus.FINISHED_STOPPED if was_stopped else RequestStatus.FINISHED_ABORTED
         self._do("finish", request_ids=[*ids, ids[0]] if is_list else ids[0], status=status)
@@ -376,7 +376,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self._do("check_repeatable")
 
     def _switch(self, number: int) -> None:
-        """To one that comes with aioserve, or to the policy under test, be it in charge or not."""
+        """Switch to a shipped policy, or to the policy under test, be it in charge or not."""
         others = sound_policies()
         if self._ignored or self.tolerates_errors:
             return  # others would not raise, and so make it less of a test

@@ -40,7 +40,7 @@ CONTEXTS = (1, 15, 16, 17, 512, 4096, 32768)
 
 @dataclass(frozen=True)
 class StepTimesSubject:
-    """A source under test."""
+    """A source of step times that the contract tests."""
 
     source: StepTimeSource
     name: str
@@ -52,7 +52,7 @@ class StepTimesSubject:
 
     @property
     def kind(self) -> type[StepTimeSource]:
-        """The class of the source."""
+        """The class of the tested source."""
         return type(self.source)
 
 
@@ -72,7 +72,7 @@ class Step:
 
     @property
     def content(self) -> tuple[StepFeatures, list[tuple[int, int]]]:
-        """What a source is given for it."""
+        """The content of the step as a source gets it."""
         rows = [(n, before + n) for n, before in self.prefills]
         num_context = self.num_decodes * self.context + sum(end for _, end in rows)
         return StepFeatures.of(self.num_decodes, num_context, rows), rows

@@ -49,7 +49,7 @@ class Failure:
 
     @cached_property
     def size(self) -> tuple[int, int]:
-        """Calls, and words in them."""
+        """How many calls the failure takes, and how many words their arguments have."""
         calls = self.harness.calls
         words = sum(_num_words(call.arguments) for call in calls)
         return len(calls), words + _num_words(self.harness.setup)
@@ -352,7 +352,7 @@ def _merged(events: list[tuple[int, str]]) -> Iterator[str]:
 
 
 def _cut(lines: list[str], most: int) -> list[str]:
-    """At most `most` lines: the first and the last ones."""
+    """Return at most `most` lines: the first and the last ones."""
     if len(lines) <= most:
         return lines
     head = most // 3

@@ -465,7 +465,7 @@ class ToyStates:
         self._own.pop(request_id, None)
 
     def take_back(self, request_id: str, content: int) -> None:
-        """Its last drafts were wrong: the state is that behind the key `content`."""
+        """Put back the state of the key `content`, since the last drafts were wrong."""
         self.contents[self._own[request_id]][0] = content
 
     def run(self, output: SchedulerOutput, rows: dict[str, tuple[int, Sequence[int]]]) -> None:
@@ -583,7 +583,7 @@ class ToyWorker(KVConnectorWorker):
     _NAMES = (BLOCKS, WindowPool.name, StatePool.name)  # of pools that there may be
 
     def __init__(self, num_slots: int) -> None:
-        """As many slots for each pool."""
+        """Make a worker with `num_slots` slots for each pool."""
         self.num_slots = num_slots
         self.pools: dict[str, list[Content]] = {}  # those of the runner, once there is one
         self.contents: list[Content] = [[] for _ in range(num_slots * len(self._NAMES))]
@@ -617,7 +617,7 @@ class ToyStore(BlockStore):
         return len(self._pending)
 
     def answer(self, fails: bool = False) -> None:
-        """Do what was asked first."""
+        """Answer the oldest question that is open."""
         if self._pending:
             self._pending.popleft()(fails)
 

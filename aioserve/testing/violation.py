@@ -121,7 +121,7 @@ def begin_call(seconds: float) -> TimedCall:
 
 
 def end_call(call: TimedCall) -> None:
-    """It is over; `was_ended` says whether it took too long."""
+    """End the time of a call; `was_ended` says whether it took too long."""
     with suppress(OutOfTime, KeyboardInterrupt):  # one that came as the call ended by itself
         _WATCHER.end(call)
         if call.was_ended:

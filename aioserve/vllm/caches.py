@@ -104,12 +104,12 @@ class EncoderItems:
 
     @property
     def are_known(self) -> bool:
-        """Whether there are any."""
+        """Whether any request has inputs for an encoder."""
         return bool(self._sizes)
 
     def enter(self, request: Request) -> None:
-        """A request comes. Raises `RequestError` if an identifier of it has another size, and
-        knows nothing of the request then.
+        """Take in the inputs of a request. Raises `RequestError` if one of its identifiers is known
+        with another size; the request is not known then.
         """
         sizes = {item.content_hash: item.size for item in request.encoder_inputs}
         for item in request.encoder_inputs:
@@ -159,7 +159,7 @@ class BlockEvents:
     """
 
     def __init__(self, vllm_config: VllmConfig, block_size: int) -> None:
-        """`block_size` is in tokens."""
+        """Make the publisher that vLLM's settings ask for; `block_size` is in tokens."""
         self._publisher = EventPublisherFactory.create(
             vllm_config.kv_events_config, vllm_config.parallel_config.data_parallel_index
         )

@@ -89,7 +89,7 @@ class RunnerPlans:
         return made
 
     def _leave_runner(self, request_ids: list[str]) -> set[str]:
-        """Of these requests, which have ended, those that the runner was ever given."""
+        """Return those of the ended requests that the runner was ever given."""
         there = self._at_runner.intersection(request_ids)
         self._at_runner -= there
         return there
@@ -178,7 +178,7 @@ class RunnerPlans:
         )
 
     def _note_admitted(self, row: Tracked, num_cached: int, now: float) -> None:
-        """For vLLM's metrics: a request enters the batch behind `num_cached` tokens."""
+        """Note for vLLM's metrics that a request enters with `num_cached` cached tokens."""
         ours, theirs = row.ours, row.theirs
         if self._log_stats:
             row.record(EngineCoreEventType.SCHEDULED, now)

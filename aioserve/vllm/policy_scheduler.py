@@ -76,12 +76,12 @@ class PolicyScheduler:
         return getattr(self.live, name)
 
     def add_request(self, request: TheirRequest) -> None:
-        """As vLLM's own."""
+        """Add a request, as vLLM's own scheduler does."""
         self.parts.add(request)
         self.live.add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> TheirPlan:
-        """As vLLM's own, which finds its requests in the order of the parts."""
+        """Plan a step as vLLM does, which finds its requests in the order of the policy."""
         live, parts = self.live, self.parts
         self._line.begin()
         live.running, most = parts.begin(live.running) or (live.running, None)
@@ -93,7 +93,7 @@ class PolicyScheduler:
     def update_from_output(
         self, scheduler_output: TheirPlan, model_runner_output: TheirResult
     ) -> Any:
-        """As vLLM's own; the parts hear of tokens and ends."""
+        """Take a result as vLLM's scheduler does; the parts hear of tokens and ends."""
         outputs = self.live.update_from_output(scheduler_output, model_runner_output)
         self.parts.returned(scheduler_output, outputs)
         return outputs
@@ -101,7 +101,7 @@ class PolicyScheduler:
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: TheirStatus
     ) -> Any:
-        """As vLLM's own; the parts hear of it."""
+        """End requests as vLLM's scheduler does; the parts hear of it."""
         ended = self.live.finish_requests(request_ids, finished_status)
         for request in ended:
             self.parts.end(request.request_id, STATUSES[finished_status])
@@ -258,7 +258,7 @@ class Parts:
 
     @asks
     def planned(self, plan: TheirPlan) -> None:
-        """vLLM has planned a step."""
+        """Tell the policy what vLLM has planned for the step."""
         assert self._step is not None
         self._step.output()  # what it says of ends is said
         self._step = None
@@ -279,7 +279,7 @@ class Parts:
 
     @asks
     def returned(self, plan: TheirPlan, outputs: Mapping[int, Any]) -> None:
-        """A step is back."""
+        """Tell the policy the result of a step."""
         if (output := self._in_flight.pop(id(plan), None)) is not None:
             self.policy.step_time.returned(output, time.monotonic())
         for batch in outputs.values():

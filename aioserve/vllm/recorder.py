@@ -91,12 +91,12 @@ class Recorder:
         return getattr(self.live, name)
 
     def add_request(self, request: TheirRequest) -> None:
-        """As vLLM's own; noted once it is accepted."""
+        """Add a request as vLLM's scheduler does; it is noted once it is accepted."""
         self.live.add_request(request)
         self._notes.try_to(self._notes.added, request)
 
     def schedule(self, throttle_prefills: bool = False) -> TheirPlan:
-        """As vLLM's own; noted if it tells the runner anything."""
+        """Plan a step as vLLM's scheduler does; it is noted if it tells the runner anything."""
         began = time.monotonic()
         plan = self.live.schedule(throttle_prefills)
         self._notes.try_to(self._notes.planned, plan, began)
@@ -105,7 +105,7 @@ class Recorder:
     def update_from_output(
         self, scheduler_output: TheirPlan, model_runner_output: TheirResult
     ) -> Any:
-        """As vLLM's own; noted if the step had tokens."""
+        """Take a result as vLLM's scheduler does; it is noted if the step had tokens."""
         began = time.monotonic()
         outputs = self.live.update_from_output(scheduler_output, model_runner_output)
         self._notes.try_to(
@@ -116,19 +116,19 @@ class Recorder:
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: TheirStatus
     ) -> Any:
-        """As vLLM's own; noted for the requests that have ended by it."""
+        """End requests as vLLM's scheduler does; it is noted for those that have ended by it."""
         ended = self.live.finish_requests(request_ids, finished_status)
         self._notes.try_to(self._notes.finished, ended, finished_status)
         return ended
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """As vLLM's own; noted if it has forgotten anything."""
+        """Reset the cache as vLLM's scheduler does; it is noted if anything was forgotten."""
         is_reset: bool = self.live.reset_prefix_cache(*args, **kwargs)
         self._notes.try_to(self._notes.reset, is_reset)
         return is_reset
 
     def shutdown(self) -> None:
-        """As vLLM's own; ends the log."""
+        """Shut down as vLLM's scheduler does, and end the log."""
         self.live.shutdown()
         self._notes.close()
 
@@ -233,7 +233,7 @@ class Notes:
             self._sink.write(Reset(time.monotonic(), True, None))
 
     def close(self) -> None:
-        """No more will be noted."""
+        """Close the log and the shadow."""
         self.try_to(self._sink.write, Closed(time.monotonic()))
         self._sink.close()
         if self.shadow is not None:
@@ -255,7 +255,7 @@ class _NoLog(RecordSink):
     """No log is asked for, but a shadow."""
 
     def write(self, record: Record) -> None:
-        """Keep nothing."""
+        """Do nothing with the record."""
 
 
 def _stated(vllm_config: VllmConfig) -> tuple[Path | None, "ShadowSettings | None"]:

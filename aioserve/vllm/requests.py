@@ -91,7 +91,7 @@ class Tracked:
         self.is_plain = False
 
     def settle(self) -> None:
-        """Its first output was made: what is of the prompt has been told."""
+        """Note that the first output was made: what is of the prompt has been told."""
         params = self.theirs.sampling_params
         asks = params is not None and params.num_logprobs is not None
         self.is_plain = not (asks or self.theirs.trace_headers or self.follows_tokens)

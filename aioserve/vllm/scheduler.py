@@ -121,8 +121,8 @@ class Scheduler(TheirInterface):
         include_finished_set: bool = False,
         log_stats: bool = False,
     ) -> None:
-        """As vLLM calls it. Raises `ConfigError` for settings that cannot work, and for features of
-        vLLM's that are not translated.
+        """Make the scheduler as vLLM calls it. Raises `ConfigError` for settings that cannot work,
+        and for features of vLLM's that are not translated.
         """
         self.settings = settings = read_settings(
             vllm_config, kv_cache_config, block_size, mm_registry
@@ -484,7 +484,7 @@ class Scheduler(TheirInterface):
         return made
 
     def _note_drafts(self, plan: TheirPlan, result: ModelRunnerOutput) -> None:
-        """For vLLM's metrics: how many draft tokens of a step were right."""
+        """Note for vLLM's metrics how many draft tokens of a step were right."""
         sampled = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
         for name, drafts in plan.scheduled_spec_decode_tokens.items():
             if token_ids := sampled[name]:

@@ -38,7 +38,7 @@ WRITE_SECONDS = 1.0  # between two versions of the file
 
 
 class ShadowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The settings stated under `shadow`."""
+    """The settings of a shadow: what is stated under `shadow` for vLLM."""
 
     policy: str
     file: str  # of metrics, written anew once a second
@@ -154,7 +154,7 @@ def read_shadow(stated: Mapping[str, Any]) -> ShadowSettings | None:
 
 
 class _Live(Collector):
-    """The same measures of the policy that decides, at the same point: the end of a step."""
+    """Measures of the policy that decides, taken where the shadow's are: at the end of a step."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._histograms = {

@@ -3,7 +3,7 @@
 Paper: Liu et al., "Andes: Defining and Enhancing Quality-of-Experience in LLM-Based Text Streaming
 Services", 2024, arXiv 2404.16283.
 
-Aim: first tokens soon, then a steady flow at reading speed, for the most users.
+Aim: first tokens soon, then a steady flow at reading speed, for as many users as possible.
 
 Says: a user gains nothing from tokens faster than they are read. Under pressure the requests are
 ranked by the experience that serving them for a while saves, over the KV memory that they hold; the
@@ -66,13 +66,13 @@ class AndesScheduler(BaseScheduler):
         return step.output()
 
     def unread_seconds(self, request: Request, now: float) -> float:
-        """For how long its user has something to read; negative once the user waits."""
+        """Return seconds for which the user has something to read; below 0 once it waits."""
         speed = max(hinted_number(request, "reading_speed", self.options.speed), 1e-3)
         begin = request.arrival_time + hinted_number(request, "slo_ttft", self.options.ttft)
         return request.num_output_tokens / speed - max(now - begin, 0.0)
 
     def gain(self, request: Request, now: float) -> float:
-        """Return the share of the horizon in which its user would wait, if it were not served."""
+        """Return the share of the horizon in which the user would wait if it were not served."""
         left = self.options.horizon - self.unread_seconds(request, now)
         return max(left / self.options.horizon, 0.0)
 
@@ -81,7 +81,7 @@ class AndesScheduler(BaseScheduler):
         return -self.gain(request, now) / request.num_tokens, request.arrival_time
 
     def ahead(self, now: float) -> deque[Request]:
-        """Running streams that may give way; the one whose reader has most to read first."""
+        """Return running streams that may give way, those with most to read first."""
         most = self.options.max_preemptions
         streams = (r for r in self.running if not r.is_prefill and r.num_preemptions < most)
         free = [r for r in streams if self.gain(r, now) == 0]

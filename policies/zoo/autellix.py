@@ -16,7 +16,7 @@ has waited long for its service; here waiting lifts a call to the top within `st
 Cost: O(log n) for each request that enters a queue of n; O(r log r) of r running requests in steps
 in which a request waits for a place.
 
-Needs: programs (hint `program`, else `session`); a request without is a program of its own.
+Needs: programs (hint `program`, else `session`); a request without one is a program of its own.
 """
 
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ class AutellixScheduler(BaseScheduler):
         return request.user, name or f"request {request.request_id}"
 
     def own(self, request: Request) -> float:
-        """Service of the request itself, in prompt tokens."""
+        """Return the service of the request itself, in prompt tokens."""
         return request.num_prompt_tokens + self.options.output_weight * request.num_output_tokens
 
     def level(self, request: Request) -> int:
@@ -71,7 +71,7 @@ class AutellixScheduler(BaseScheduler):
         return min(int(served / options.quantum).bit_length(), options.num_levels - 1)
 
     def order(self, request: Request) -> float:
-        """Return when waiting will have lifted it to the top; set when it enters the queue."""
+        """Return the time at which waiting will have lifted the request to the top level."""
         if request not in self.before:
             calls = self.calls.setdefault(self.program(request), set())
             for ended in [call for call in calls if call.status.is_finished]:
@@ -100,7 +100,7 @@ class AutellixScheduler(BaseScheduler):
         return step.output()
 
     def lower(self, request: Request, running: list[Request]) -> Iterator[Request]:
-        """Running requests of lower levels than the waiting one's, the lowest first."""
+        """Return running requests of lower levels than the waiting one's, the lowest first."""
         level, most = self.level(request), self.options.max_preemptions
         return (r for r in running if self.level(r) > level and r.num_preemptions < most)
 

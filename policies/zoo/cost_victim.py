@@ -27,7 +27,7 @@ from aioserve.scheduler import (
 
 
 class CostVictimScheduler(BaseScheduler):
-    """Decodes, then prompts by arrival; what is cheap to lose for its memory is preempted."""
+    """Decodes, then prompts by arrival; the victim is cheap to lose for the memory it frees."""
 
     admits_in_order = "all"
     keeps_decoding = True

@@ -78,14 +78,14 @@ class DLPMScheduler(BaseScheduler):
         return step.output()
 
     def refill(self, users: set[str]) -> None:
-        """As many quanta for each as bring the first of them above zero."""
+        """Give each client as many quanta as bring the first of them above zero."""
         highest = max(self.deficit[user] for user in users)
         quanta = 1 + int(-highest // self.options.quantum)
         for user in users:
             self.deficit[user] += quanta * self.options.quantum
 
     def forget(self) -> None:
-        """Drop clients that are away with a full deficit, and of those in debt beyond so many the
+        """Drop clients that are away with a full deficit, and, if too many clients are in debt, the
         ones that owe least, to bound memory.
         """
         present = {request.user for request in self.running} | {r.user for r in self.waiting}

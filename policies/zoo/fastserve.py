@@ -1,4 +1,4 @@
-"""Skip-join multi-level feedback queue; what is displaced keeps its KV blocks (FastServe, NSDI'26).
+"""Skip-join multi-level feedback queue; paused requests keep their KV blocks (FastServe, NSDI'26).
 
 Paper: Wu et al., "Fast Distributed Inference Serving for Large Language Models", 2023, arXiv
 2305.05920; NSDI'26.
@@ -50,7 +50,7 @@ class FastServeScheduler(BaseScheduler):
         self.promoted: dict[Request, float] = {}  # with the service that they had then
 
     def served(self, request: Request) -> float:
-        """In prompt tokens; the prompt counts at once."""
+        """Return the service of the request in prompt tokens; its prompt counts at once."""
         return request.num_prompt_tokens + self.options.output_weight * request.num_output_tokens
 
     def level(self, request: Request) -> int:
@@ -58,7 +58,7 @@ class FastServeScheduler(BaseScheduler):
         return min(int(served / self.options.quantum).bit_length(), self.options.num_levels - 1)
 
     def order(self, request: Request) -> tuple[int, float]:
-        """By level, and in a level by when the request entered it."""
+        """Return the level of the request, and the time at which it entered the level."""
         return self.level(request), self.clock()
 
     def group_by(self, request: Request) -> str:
@@ -83,7 +83,7 @@ class FastServeScheduler(BaseScheduler):
         return step.output()
 
     def promote(self) -> None:
-        """Bring to the top what has waited longest in each level, if that was too long."""
+        """Lift the request that has waited longest in each level to the top, if it was too long."""
         too_long = self.clock() - self.options.starve_after
         for request in self.waiting.heads():
             level, entered = request.order_key[0]

@@ -11,7 +11,7 @@ the order of a walk through the tree of their prompts, so that shared prefixes a
 They give way as soon as online requests need their places or memory.
 
 Simplified: the walk is the order of the prompts' first `prefix` tokens. The budget is an option;
-the paper finds it by profiling. Offline requests age by nothing: they are served last.
+the paper finds it by profiling. Offline requests do not age: they are served last.
 
 Cost: O(r) for r running requests; O(log n) for each request that enters a queue of n.
 
@@ -92,11 +92,11 @@ class HyGenScheduler(BaseScheduler):
         return int(min(tokens, self.max_num_batched_tokens))
 
     def places(self) -> Iterator[Request]:
-        """Offline requests that run, the latest first."""
+        """Return the offline requests that run, the latest first."""
         return (r for r in reversed(self.running) if hinted_flag(r, "offline"))
 
     def run_offline(self, step: Step, offline: list[Request], left: float) -> float:
-        """Decodes, then prompts, while the budget lasts; returns what they took, in tokens."""
+        """Run decodes, then prompts, while the budget lasts; returns the tokens they took."""
         price = self.decode_price()
         taken = 0.0
         for request in sorted(offline, key=lambda r: (r.is_prefill, r.order_key)):
@@ -109,6 +109,6 @@ class HyGenScheduler(BaseScheduler):
         return taken
 
     def decode_price(self) -> float:
-        """Return a decode in prompt tokens."""
+        """Return what a decode costs, in prompt tokens."""
         decode = self.step_time.seconds(0, 1, 0) - self.step_time.seconds(0, 0, 0)
         return max(decode / self.step_time.seconds_per_prompt_token, 1.0)

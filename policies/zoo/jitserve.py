@@ -6,8 +6,8 @@ Paper: Zhang et al., "Tempo: Application-aware LLM Serving with Mixed SLO Requir
 Aim: the most requests within mixed service levels: streams, deadlines, programs.
 
 Says: a stream gains nothing from tokens that come before they are read, nor a deadline from an
-early end. So each request gets the bandwidth that just meets its level, and what that leaves goes
-to those for which it buys the most: the value of meeting the level over the work that is lacking.
+early end. So each request gets the bandwidth that just meets its level, and the rest goes to the
+requests for which it buys the most: the value of meeting the level over the work that is lacking.
 
 Simplified: the value of each request is one. Lengths are predictions that come with the request;
 the paper refines them as tokens come. A program's requests share the deadline that they state.
@@ -110,7 +110,7 @@ class JITServeScheduler(BaseScheduler):
         return due if request.deadline is None else min(due, request.deadline)
 
     def rank(self, request: Request, now: float) -> tuple[int, float]:
-        """Return the key: waited long, then in time by work and slack, then late."""
+        """Return the key: long waits, then requests in time by work and slack, then late ones."""
         done = request.num_computed_tokens or self.kv_cache.estimate_cached_tokens(request)
         work = (request.num_tokens - done) * self.step_time.seconds_per_prompt_token
         left = self.first_due(request) - now

@@ -1,9 +1,9 @@
-"""Evicts what its kind of request is least likely to use again (KVCache in the Wild, ATC'25).
+"""Evicts prefixes that requests of a kind are unlikely to use again (KVCache in the Wild, ATC'25).
 
 Paper: Wang et al., "KVCache Cache in the Wild: Characterizing and Optimizing KVCache Cache at a
 Large Cloud Provider", ATC'25, arXiv 2506.02634.
 
-Aim: more of the prompts found in the cache, of the same size.
+Aim: more prompt tokens are found in a cache of the same size.
 
 Says: whether and when a prefix is used again depends on the kind of request: its type, and which
 turn of the conversation it is. For each kind the times to reuse are close to exponential. The
@@ -49,7 +49,7 @@ class Kind:
 
 
 class KVCacheWildScheduler(BaseScheduler):
-    """Order of arrival; what is least likely to be asked for again is evicted first."""
+    """Order of arrival; the prefix that is least likely to be used again is evicted first."""
 
     class Options(PolicyOptions):
         least: PositiveFloat = 0.1  # probability of reuse below which a prefix has no worth

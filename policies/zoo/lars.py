@@ -69,7 +69,7 @@ class LARSScheduler(BaseScheduler):
         return step.output()
 
     def relative_slack(self, request: Request) -> float:
-        """1 on arrival of a prompt without work, 0 when it can just be in time, below 0 later."""
+        """Return 1 on arrival of a prompt without work, 0 if it can just be in time, else less."""
         price = self.step_time.seconds_per_prompt_token
         done = request.num_computed_tokens or self.kv_cache.estimate_cached_tokens(request)
         ttft = hinted_number(request, "slo_ttft", self.options.ttft)

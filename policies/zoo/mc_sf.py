@@ -48,7 +48,7 @@ class MCSFScheduler(BaseScheduler):
     options: Options
 
     def predicted(self, request: Request) -> float:
-        """Return tokens of the reply, as the client says."""
+        """Return how many tokens the reply will have, as the client predicts."""
         return hinted_number(request, "predicted_output_tokens", self.options.usual)
 
     def order(self, request: Request) -> tuple[float, float]:
@@ -56,7 +56,7 @@ class MCSFScheduler(BaseScheduler):
         return (self.predicted(request) + ageing, request.arrival_time)
 
     def final_tokens(self, request: Request) -> float:
-        """Prompt and reply at the end of the request."""
+        """Return how many tokens prompt and reply will have at the end of the request."""
         return min(request.num_prompt_tokens + self.predicted(request), request.max_total_tokens)
 
     def schedule(self) -> SchedulerOutput:

@@ -92,8 +92,8 @@ class PeakMemoryScheduler(BaseScheduler):
         return min(request.num_prompt_tokens + reply, limit)
 
     def longer_than(self, num_tokens: int, otherwise: int) -> float:
-        """Return the mean length of the recent replies of more than `num_tokens`; `otherwise`: of
-        none.
+        """Return the mean length of the recent replies of more than `num_tokens`; `otherwise`
+        if there is none.
         """
         if self.sums is None:
             self.sums = list(accumulate(self.lengths))

@@ -86,7 +86,7 @@ class QoServeScheduler(BaseScheduler):
         return max(tpot, first + tpot * request.num_output_tokens - self.clock())
 
     def rank(self, prompts: list[Request], now: float, speed: float) -> list[Request]:
-        """Prompts that can be in time, those that ran before first; then the relegated ones.
+        """Return the prompts that can be in time, those that ran before first; then the relegated.
 
         An important request is relegated when it would be late alone, an unimportant one when it
         would be late behind those that go before it.

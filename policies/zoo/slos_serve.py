@@ -102,7 +102,7 @@ class SLOsServeScheduler(BaseScheduler):
         """Return the prompts that can all be in time, and those that are declined; both by
         deadline.
 
-        `speed` is in prompt tokens a second. What has begun is not declined.
+        `speed` is in prompt tokens a second. Prompts that have begun are not declined.
         """
         cached = self.kv_cache.estimate_cached_tokens
         at, longest, declined = now, list[tuple[float, int, Request]](), set[Request]()

@@ -48,7 +48,7 @@ class SRPTScheduler(BaseScheduler):
     options: Options
 
     def predicted(self, request: Request) -> float:
-        """Return tokens of the whole reply."""
+        """Return how many tokens the whole reply will have, as predicted."""
         return hinted_number(request, "predicted_output_tokens", self.options.usual)
 
     def order(self, request: Request) -> tuple[float, float]:
@@ -76,8 +76,8 @@ class SRPTScheduler(BaseScheduler):
         return request.num_output_tokens < limit
 
     def longer(self, request: Request, young: list[Request]) -> Iterator[Request]:
-        """Return those of `young` that have more to come than the waiting request, most of all
-        first.
+        """Return those of `young` that have more to come than the waiting request, those with
+        most to come first.
         """
         key = self.order(request)
         return (other for other in reversed(young) if self.order(other) > key)

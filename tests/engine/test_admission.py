@@ -143,7 +143,7 @@ async def test_requests_whose_grammars_are_being_compiled_wait_as_well(monkeypat
 
 
 def test_who_is_refused_hears_how_long_the_queue_will_take() -> None:
-    """One request a second, of 100 tokens; so many wait."""
+    """The engine serves 100 tokens a second, and `num_waiting` requests of 100 tokens wait."""
 
     async def main(num_waiting: int) -> float:
         config = EngineConfig(

@@ -168,7 +168,7 @@ def chances() -> Iterator[tuple[tuple[int, ...], float]]:
 
 
 async def chi_square(speculation: SpeculationConfig) -> float:
-    """How far what is said by so many requests lies from those chances."""
+    """How far the tokens of a number of requests lie from those chances."""
     config = EngineConfig(
         model=ModelConfig(max_model_len=64, dtype="float32"), speculation=speculation
     )

@@ -14,7 +14,7 @@ MIB = 2**20
 
 
 def spec_of(*sizes: int) -> RequestSpec:
-    """A request with an image of so many MiB each."""
+    """A request with images of these sizes in MiB."""
     items = [
         EncoderInput(i, 1, f"{i}", {"pixels": np.zeros(size * MIB, np.uint8)})
         for i, size in enumerate(sizes)

@@ -253,7 +253,7 @@ class Rig:
         self.clients.append((client, ask, self._loop.create_task(client.run(), name="client")))
 
     async def turn(self, count: int) -> None:
-        """So many turns of the loop go by."""
+        """Let turns of the loop go by."""
         for _ in range(count):
             await asyncio.sleep(0)
 

@@ -31,7 +31,7 @@ def admit(manager: KVCacheManager, request: Request) -> None:
 
 
 def compute(manager: KVCacheManager, request: Request, num_tokens: int) -> WindowBlocks | None:
-    """A step of so many tokens; one more is known then if all were computed before."""
+    """A step of `num_tokens` tokens; one more is known then if all were computed before."""
     assert manager.windows is not None
     if request.num_computed_tokens == request.num_tokens:
         request.token_ids.append(7)

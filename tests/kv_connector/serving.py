@@ -27,7 +27,7 @@ def connector_stats(engine: AsyncEngine) -> KVConnectorStats:
 
 
 async def run_all(engine: AsyncEngine, num_tokens: int) -> list[list[int]]:
-    """The replies of so many tokens to all of `make_prompts`, asked at once."""
+    """The replies to all of `make_prompts`, asked at once."""
     return await asyncio.gather(
         *(tokens_of(engine, prompt, greedy(num_tokens)) for prompt in make_prompts())
     )

@@ -140,7 +140,7 @@ def test_who_leaves_with_his_blocks_in_host_memory_leaves_the_slots() -> None:
 
 
 def test_what_is_cheaper_to_compute_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But once in so many times, so that a change is noticed."""
+    """But once in a number of times, so that a change is noticed."""
     monkeypatch.setattr(OnlineStepTime, "is_fitted", True)  # its first guess will do
     harness = returning()
     worker = harness.connector._worker  # type: ignore[union-attr]

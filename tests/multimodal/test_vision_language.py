@@ -271,7 +271,7 @@ def broken(engine: AsyncEngine, is_bad: Callable[[Any], bool]) -> Iterator[None]
 
 
 def on_ranks(config: EngineConfig, num_ranks: int) -> tuple[EngineConfig, RunnerOfThreads]:
-    """The same on so many ranks, and what runs them."""
+    """The same on a number of ranks, and what runs them."""
     ranks = RunnerConfig(
         threads=num_ranks, tensor_parallel_size=num_ranks, rank_timeout=COMPUTING_SECONDS
     )

@@ -29,7 +29,7 @@ def test_an_upper_request_takes_what_a_lower_one_holds(
 ) -> None:
     harness = SchedulerHarness(policy, options=options, **SHORT[reason])
     lower = harness.add_request("lower", [1] * 44, max_tokens=18, priority=5, adapter_id="a")
-    for _ in range(10):  # until it has had so much that to compute it again pays under mlfq
+    for _ in range(10):  # until it has had enough that computing it again pays under mlfq
         harness.step()
     harness.add_request("upper", [2] * 20, max_tokens=2, priority=1, adapter_id="b")
     for _ in range(4):

@@ -112,7 +112,7 @@ class Joined:
         return self.fronts[number].dispatcher
 
     async def expect_lines(self, number: int, front: int = 0) -> None:
-        """Return when a front end has so many lines."""
+        """Return when a front end has this number of lines."""
         async with asyncio.timeout(20):
             while len(self.fronts[front].fleet.lines) != number:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)

@@ -24,7 +24,7 @@ from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 
 
 class Front:
-    """A sender with replicas r0, r1, ... of so many seats, and requests that it has sent."""
+    """A sender with replicas r0, r1, ..., each with its seats, and requests that it has sent."""
 
     def __init__(self, router: str, num_replicas: int, seats: int = 1, **options: Any) -> None:
         self.now = 0.0

@@ -32,7 +32,7 @@ class Fleet:
             self.dispatcher.on_kv_event(name, BlockStored(bytes([number]), None, []))
 
     def choose(self, num_blocks: int = 8, **fields: Any) -> str:
-        """The replica of a request whose prompt has so many blocks."""
+        """The replica of a request whose prompt has a number of blocks."""
         answer = self.dispatcher.choose(asking(num_blocks, **fields))
         assert isinstance(answer, str)
         return answer

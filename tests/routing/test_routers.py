@@ -20,7 +20,7 @@ class Clock:
 
 
 def fleet(router: str, *work: int, seed: int = 0) -> Dispatcher:
-    """Replicas r0, r1, ... that have been sent so many tokens of work."""
+    """Replicas r0, r1, ... and the tokens of work that each has been sent."""
     dispatcher = make_dispatcher(router, seed=seed, clock=Clock())
     for i, amount in enumerate(work):
         dispatcher.join(f"r{i}")

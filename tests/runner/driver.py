@@ -185,7 +185,7 @@ class Driver:
         return self.execute(self.schedule(num_scheduled))
 
     def generate(self, request_id: str, num_tokens: int) -> list[int]:
-        """Run one request alone until it has so many output tokens."""
+        """Run one request alone until it has a number of output tokens."""
         sequence = self.sequences[request_id]
         while len(sequence.output) < num_tokens:
             self.step({request_id: sequence.lacking})

@@ -28,7 +28,7 @@ class ByVerb(BaseScheduler):
 def steps_of(
     policy: type[BaseScheduler], options: dict[str, Any], traffic: list[tuple[dict[str, Any], int]]
 ) -> tuple[list[bytes], dict[str, list[int]]]:
-    """All decisions and all tokens; each request comes so many steps after the one before."""
+    """All decisions and all tokens; each request comes some steps after the one before."""
     harness = SchedulerHarness(policy, **options)
     for i, (request, num_steps) in enumerate(traffic):
         for _ in range(num_steps):

@@ -68,7 +68,7 @@ async def fail_what_runs(server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until_idle(server, *, num_aborted: int) -> None:
-    """Nothing is left, and so many requests did not just run to their end."""
+    """Nothing is left, and this number of requests did not just run to their end."""
     await until(server, lambda gauges: gauges == IDLE)
     metrics = (await server.get("/metrics")).body.decode()
     aborted = f'aioserve_requests_finished_total{{reason="abort"}} {num_aborted}.0'

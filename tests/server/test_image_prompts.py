@@ -234,7 +234,7 @@ async def look_at_all(server, num_tokens: int = NUM_TOKENS) -> list:
 
 @pytest.fixture(scope="module")
 def alone(model):
-    """So many tokens of what each of them gets without the others, under a roomy `fcfs`."""
+    """The first tokens that each of them gets without the others, under a roomy `fcfs`."""
 
     async def get() -> list:
         async with running(config_of(model, policy="fcfs")) as server:

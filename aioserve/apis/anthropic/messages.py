@@ -1,9 +1,9 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API.
 
-Knows the shape of these endpoints, of messages and of events; last, messages and tools as chat
-templates know them: what no template could be told is refused, with its place. The chat template is
-the engine's, admission and streaming are in `generation`, how a model writes calls is known in
-`formats`.
+Has the handlers of both endpoints, the reply as messages and events, and the conversion of messages
+and tools to those of chat templates, which refuses what no template can show, with its place. The
+chat template is the engine's; `generation` admits and streams requests; `formats` knows how a model
+writes calls.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -112,7 +112,7 @@ def sync_directory(path: Path) -> None:
 
 
 def read(path: Path, decoder: msgspec.json.Decoder[T]) -> T | None:
-    """None if it is not there, or is not what is kept here: that is said, and nothing else."""
+    """Return the content of a file; None, which is logged, if it is missing or not of this form."""
     try:
         return decoder.decode(path.read_bytes())
     except FileNotFoundError:
@@ -183,7 +183,7 @@ class Disk:
         return self.files / file_id
 
     def find_file(self, file_id: str, reach: str) -> StoredFile | None:
-        """None if no such file is kept for a client that reaches `reach`."""
+        """Return a stored file; None if no such file is kept for a client that reaches `reach`."""
         if not is_id(file_id, "file-"):
             return None
         stored = read(self.files / f"{file_id}.json", files)

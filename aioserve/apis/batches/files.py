@@ -1,6 +1,6 @@
 """/v1/files: what batches read and leave, as OpenAI's API has it.
 
-Knows the shape of these endpoints; where files are, `disk` knows.
+Has the handlers of these endpoints; `disk` knows where the files are.
 """
 
 import asyncio

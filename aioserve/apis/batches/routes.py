@@ -1,6 +1,6 @@
 """/v1/batches: requests of a file, run in the background, as OpenAI's API has it.
 
-Knows the shape of these endpoints; what becomes of a batch, `runner` and `work` know.
+Has the handlers of these endpoints; `runner` and `work` run the batches.
 """
 
 import time

@@ -483,8 +483,9 @@ UNFINISHED: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "ca
 
 
 def batch_gauges(batches: Iterable[Batch]) -> list[Counted]:
-    """Of the batches that have not ended: their number by status, and that of their lines by
-    whether each has an answer. The lines of a batch are known once it is `in_progress`.
+    """Return gauges of the batches that have not ended: their number by status, and the number of
+    their lines by whether each has an answer. The lines of a batch are known once it is
+    `in_progress`.
     """
     statuses: Counter[str] = Counter()
     lines: Counter[str] = Counter()

@@ -348,7 +348,7 @@ class ModelTags(msgspec.Struct, kw_only=True):
 
 
 class RunningModel(ModelTag, kw_only=True):
-    """A model of GET /api/ps."""
+    """A loaded model, as GET /api/ps lists it."""
 
     expires_at: str
     size_vram: int = 0

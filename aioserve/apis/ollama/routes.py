@@ -1,7 +1,7 @@
 """POST /api/chat and /api/generate, GET /api/tags, /api/ps and /api/version, POST /api/show.
 
-Knows the shape of these endpoints and of their lines; how a conversation is answered is known to
-chat completions.
+Has the handlers of these endpoints and the lines of their replies. The code of chat completions
+answers the conversations.
 """
 
 import asyncio
@@ -352,7 +352,7 @@ class Lines(Answer):
 
 
 class ChatLines(Lines):
-    """Lines of /api/chat."""
+    """The reply to /api/chat as lines of JSON."""
 
     def line(self, message: ReplyMessage, **ending: Any) -> OllamaLine:
         now = _date(time.time())

@@ -7,7 +7,7 @@ import { ENDS, REASONS, STATES, byId, count, duration, element, nameOf, plural, 
 
 const TABLE_ROWS = 200;
 const TABLE_MS = 1000;
-const BEHIND_MS = 120; // frames come in pieces: what is drawn is so much older
+const BEHIND_MS = 120; // frames come in pieces: what is drawn is this much older
 
 export class Now {
   /**

@@ -75,7 +75,7 @@ async def show_page(request: web.Request) -> web.Response:
 
 
 async def get_file(request: web.Request) -> web.Response:
-    """GET /page/{name}: what it is made of."""
+    """Answer GET /page/{name}, the scripts and styles of the page."""
     name = request.match_info["name"]
     file = read_files().get(name)
     if file is None:

@@ -202,7 +202,9 @@ def _parts(
     types: Sequence[str],
     images: ImageParts | None,
 ) -> list[Part]:
-    """As templates know them. Without `images`, `types` must have no type of image."""
+    """Return parts as chat templates know them. Without `images`, `types` must have no type of
+    image.
+    """
     if isinstance(content, str):
         return [text_part(content)]
     parts = []

@@ -1,7 +1,7 @@
 """/v1/responses: OpenAI's Responses API, and what it remembers.
 
-Knows the shape of these endpoints; the chat template is the engine's, admission and streaming are
-in `generation`, what becomes of the reply's text in `answer`.
+Has the handlers of these endpoints. The chat template is the engine's; `generation` admits and
+streams requests; `answer` makes items of the reply's text.
 """
 
 from collections.abc import Iterator

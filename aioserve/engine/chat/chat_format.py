@@ -116,7 +116,7 @@ class ChatFormat:
         )
 
     def close(self) -> None:
-        """End what renders templates, if anything had to."""
+        """End the process that renders templates, if there is one."""
         self._chat_template.close()
 
     @property

@@ -194,19 +194,19 @@ def overlap(text: str, markers: Sequence[str], start: int = 0) -> int:
 
 
 class Content(msgspec.Struct, frozen=True):
-    """More of what is said to the user."""
+    """A piece of the text for the user."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """More of what the model thinks aloud."""
+    """A piece of the reasoning that the model writes."""
 
     text: str
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A call begins; its arguments follow."""
+    """The beginning of a tool call; its arguments follow."""
 
     name: str
     id: str | None = None  # where the model wrote one; else the server makes one
@@ -289,7 +289,7 @@ class ReasoningParser:
 
     @property
     def is_open(self) -> bool:
-        """Whether what comes is reasoning."""
+        """Whether the text that comes next is reasoning."""
         return self._is_thinking
 
     def append(self, text: str) -> list[Event]:

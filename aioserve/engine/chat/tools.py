@@ -299,7 +299,7 @@ async def bind_off_loop(
     conversation: Conversation,
     field: str | None = None,
 ) -> SamplingParams:
-    """As `bind`, in a thread if there is anything to bind: rules of large schemas take long, and
+    """Do as `bind`, in a thread if there is anything to bind: rules of large schemas take long, and
     the chat template may have to be asked whether it begins to reason.
     """
     is_free = use is None or not (use.is_bound or use.must_call)

@@ -209,7 +209,7 @@ class ShowMetrics(EngineCommand[bytes], frozen=True):
 
 
 class ShowSteps(EngineCommand[Seen], frozen=True):
-    """As `LiveFeed.look`: answered when there is something to see."""
+    """The command behind `LiveFeed.look`: answered when there is something to see."""
 
     after: int
 

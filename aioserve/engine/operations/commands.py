@@ -167,7 +167,7 @@ class Reload(OperatorCommand[EngineState, EngineState], frozen=True):
 
 
 class PolicyName(msgspec.Struct):
-    """A policy and its options."""
+    """The scheduling policy of an engine and its options."""
 
     policy: str
     options: dict[str, Any]
@@ -195,7 +195,7 @@ class SwitchPolicy(OperatorCommand[PolicyName, PolicyChange], frozen=True):
     )
 
     async def run_on(self, engine: "AsyncEngine") -> PolicyName:
-        """Answered with what there was before."""
+        """Switch the policy, and return the policy and options that there were before."""
         before = engine.config.scheduler
         engine.switch_policy(self.policy, self.options)
         return PolicyName(before.policy, before.options)

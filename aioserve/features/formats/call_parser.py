@@ -206,7 +206,7 @@ class BareCalls:
 
     @property
     def text(self) -> str:
-        """All of the reply that `feed` has been given so far."""
+        """The reply so far: all that `feed` has been given."""
         return "".join(self._pieces)
 
     def feed(self, text: str) -> None:
@@ -405,7 +405,7 @@ class CallParser(ReplyFormat):
         return None if text.startswith(rest) and not self.is_last else False
 
     def skip_end(self, text: str) -> bool | None:
-        """As `skip`, for what ends a call: a beginning of it is enough at the end of a reply."""
+        """Skip what ends a call, as `skip`; at the end of a reply its beginning is enough."""
         found = self.skip(text)
         if found is False and self.is_last and text.startswith(self.text[self.at :]):
             self.take(len(self.text))
@@ -436,7 +436,7 @@ class CallParser(ReplyFormat):
         self.held = []
 
     def give_back(self) -> None:
-        """What was held is content."""
+        """Emit the held text as content: it is no tool call."""
         held, self.held = self.held, None
         if held:
             self.num_malformed += bool(self.marker)  # without one, nothing said that it is a call

@@ -198,7 +198,7 @@ class HarmonyParser(HarmonyGrammar):
                 self.held = None
 
     def _open(self, text: str) -> None:
-        """A message begins whose header this is."""
+        """Begin the message that has this header."""
         header = _read(text)
         is_ours = header is not None and header.recipient.startswith(FUNCTIONS)
         if header is None:

@@ -200,7 +200,7 @@ class NotedCallParser(CallParser):
 
 
 class Gemma4Parser(NotedCallParser):
-    """Keys are sorted, as its template writes them."""
+    """The format of Gemma 4, whose template writes keys in sorted order."""
 
     notation = GEMMA
     marked = ("<|tool_call>", "<tool_call|>")
@@ -245,7 +245,9 @@ class Lfm2Parser(NotedCallParser):
 
 
 class Olmo3Parser(NotedCallParser):
-    """Its template writes `true`, `false` and `null`, and no content beside calls."""
+    """The format of Olmo 3, whose template writes `true`, `false`, `null`, and no content beside
+    calls.
+    """
 
     notation = PYTHON._replace(words=("true", "false", "null"))
     marked = ("<function_calls>", "</function_calls>")

@@ -283,7 +283,7 @@ def glm4_moe(facts: Facts) -> None:
 
 
 def hunyuan_moe(facts: Facts) -> None:
-    """Its experts, and the one that all tokens share, are as wide as `feed_forward_length`."""
+    """Make all experts, the shared one included, as wide as `feed_forward_length`."""
     width = facts.fields["intermediate_size"]
     for key in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
         facts.metadata.expect(key, width.__eq__, str(width))
@@ -309,7 +309,7 @@ def normed_shares(facts: Facts) -> None:
 
 
 def _layers_of_experts(facts: Facts) -> list[str]:
-    """For `mlp_layer_types`: which layers have a router."""
+    """Return `mlp_layer_types`, which says which layers have a router."""
     routers = (f"blk.{layer}.ffn_gate_inp.weight" for layer in range(facts.num_layers))
     return ["sparse" if router in facts.tensors else "dense" for router in routers]
 

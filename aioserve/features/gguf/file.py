@@ -47,7 +47,7 @@ _POOLINGS = {None: None, 0: None, 1: "mean", 3: "last"}
 
 
 class GgufFile(ModelSource):
-    """One file, with all of its weights."""
+    """A GGUF file, or its parts, with all weights of a model."""
 
     packs_embedding = True
 

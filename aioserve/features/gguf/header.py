@@ -24,7 +24,7 @@ DEFAULT_ALIGNMENT = 32
 
 
 class Tensor(NamedTuple):
-    """One tensor of the file."""
+    """The entry of one tensor in the header of a GGUF file."""
 
     name: str
     shape: tuple[int, ...]  # as in torch: the dimension that lies together is last
@@ -60,7 +60,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Reader:
-    """Goes through the bytes once."""
+    """Reads the header of a GGUF file from its beginning to its end, once."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -203,7 +203,7 @@ _PIECE = 1 << 20  # weights that are unpacked at a time
 
 
 def read_bytes(tensor: Tensor) -> Any:
-    """Return its bytes, a numpy array."""
+    """Return the bytes of a tensor as a numpy array."""
     import numpy as np
 
     return np.fromfile(tensor.path, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)

@@ -205,11 +205,11 @@ class Place(Protocol):
 
     @property
     def parameter(self) -> str:
-        """The name of the parameter."""
+        """The name of the model's parameter that takes the weights."""
 
     @property
     def part(self) -> Callable[[Any], Any] | None:
-        """The part of the parameter that takes them; None: all of it."""
+        """The part of the parameter that takes the weights; None: all of it."""
 
 
 class Storage(Protocol):

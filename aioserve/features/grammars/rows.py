@@ -55,10 +55,10 @@ class Matcher(Protocol):
         """Return whether nothing but the end may follow."""
 
     def is_error(self) -> bool:
-        """Return whether it cannot be followed further."""
+        """Return whether the grammar cannot be followed further."""
 
     def get_error(self) -> str:
-        """Return why it cannot be followed further."""
+        """Return why the grammar cannot be followed further."""
 
     def unsafe_compute_mask_ptr(self, pointer: int, num_bytes: int) -> None:
         """Write the mask of the next token to memory."""
@@ -76,7 +76,7 @@ class Matcher(Protocol):
         """Read tokens that may be rolled back; how many are allowed."""
 
     def rollback(self, num_tokens: int) -> bool:
-        """Take the last tokens back."""
+        """Undo the last `num_tokens` tokens. False: the grammar cannot."""
 
 
 class MaskJob:
@@ -128,7 +128,7 @@ class MaskLanes:
                 job.future = future
 
     def close(self) -> None:
-        """Let the threads end. Idempotent."""
+        """End the threads that compute masks. Idempotent."""
         for thread in self._threads.values():
             thread.shutdown(cancel_futures=True)
 
@@ -478,7 +478,7 @@ class GrammarRows(BoundRows):
             self.advance(row, own)
 
     def advance(self, row: int, token_ids: Sequence[int]) -> None:
-        """A row has said so much more. A step that was planned ahead may bring too many."""
+        """Take in the next tokens of a row. A step that was planned ahead may bring too many."""
         matcher = self.rows.get(row)
         if matcher is None or not token_ids:
             return

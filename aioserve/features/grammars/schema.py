@@ -24,7 +24,7 @@ LARGEST = 2**63 - 1024
 _EXACT = 2**53  # up to here, floats hold every whole number
 _UNBOUNDED_FROM = 10**18  # where the library fails if the other bound is missing
 MAX_COUNT = 2**31 - 1  # of characters, items or properties; no reply comes near
-MAX_CHOICES = 512  # of names, where an object has at least or at most so many of a few
+MAX_CHOICES = 512  # of names, for an object that limits how many of a few names it has
 _SMALLEST = 1e-17  # what stands for the first number beside 0
 _MAX_MULTIPLE = (2**32 - 10) // 10  # the library keeps ten times the rest of a division in 32 bits
 _MAX_BOUND_MULTIPLE = 10_000  # beside bounds it makes states of each rest
@@ -421,8 +421,9 @@ def _name_keys(schema: Schema, patterns: Mapping[str, Any]) -> None:
 
 
 def _count_keys(schema: Schema, properties: Schema, least: Any, most: Any) -> None:
-    """Make an object of a few names, of which it has at least and at most so many, one of several:
-    the library counts none that may be left out, and would count a name as often as it is written.
+    """Replace an object of a few names that has at least `least` and at most `most` of them by a
+    choice of objects: the library counts no name that may be left out, and would count a name as
+    often as it is written.
 
     Raises `ValueError` for more than `MAX_CHOICES` choices of names.
     """

@@ -165,7 +165,7 @@ class BudgetMatcher:
         return len(token_ids)
 
     def rollback(self, num_tokens: int) -> bool:
-        """Take the last tokens back."""
+        """Undo the last `num_tokens` tokens."""
         if self._inner is not None:
             self._inner.rollback(num_tokens)
         state, self._last, self._place = self._saved[-num_tokens]

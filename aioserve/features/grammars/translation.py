@@ -492,7 +492,7 @@ class _Translation:
         return name
 
     def _subgrammar(self, lark: str, after: _Part) -> _Part:
-        """Return one with names of its own."""
+        """Return a grammar with names of its own."""
         name = f"g{len(self._grammars)}"
         self._grammars.append({"name": name, "lark_grammar": lark})
         return _Part(f"@{name} {after.text}")

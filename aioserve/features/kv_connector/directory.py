@@ -41,7 +41,7 @@ _HEADER = struct.Struct("<16s16sQ32s")  # magic, hash of the block, its bytes, c
 _MAGIC = b"aioserve kv %d\n" % FORMAT
 PRIVATE, OTHERS = 0o700, 0o077  # modes of folders: the owner's alone, and what others could do
 NUM_READERS = 2  # a second request need not wait for a long one; a guess
-RESCAN_SHARE = 1 / 16  # of the limit: after so much was written, the directory is looked at again
+RESCAN_SHARE = 1 / 16  # of the limit: after this share was written, the directory is read again
 ABANDONED_SECONDS = 3600.0  # a temporary file of that age is of a process that has died
 PAUSE_SECONDS = 10.0  # without a write after one has failed: a full disk is not asked every time
 LOG_SECONDS = 60.0  # between two lines about the same trouble
@@ -96,7 +96,7 @@ class BlockDirectory(BlockStore):
 
     @property
     def folder(self) -> Path:
-        """Where the blocks of the namespace are."""
+        """The folder with the blocks of the namespace."""
         return self._folder
 
     # On the event loop.
@@ -236,7 +236,7 @@ class BlockDirectory(BlockStore):
                 self._clean_up()
 
     def _write_one(self, path: Path, block_hash: bytes, memory: memoryview) -> None:
-        """All of it, or nothing under that name."""
+        """Write a whole file, or nothing under that name."""
         self._num_written += 1
         temporary = path.with_name(f".{self._name}.{self._num_written}{TEMPORARY}")
         own_hash = block_hash[:HASH_BYTES]
@@ -372,7 +372,7 @@ class _Trouble:
 
 
 def _make_private(folder: Path) -> None:
-    """Unless it is there. Raises `OSError`."""
+    """Make a folder for its owner alone, unless it is there. Raises `OSError`."""
     folder.mkdir(mode=PRIVATE, exist_ok=True)
 
 
@@ -396,7 +396,9 @@ def _read_note(path: Path) -> object:
 
 
 def _checksum(block_hash: bytes, memory: memoryview) -> bytes:
-    """With the hash and the pool's name: a file under another's name is not believed."""
+    """Return a checksum of the block, its hash and the pool's name, so that no file passes for
+    another.
+    """
     digest = hashlib.sha256(block_hash)
     digest.update(memory)
     return digest.digest()

@@ -71,8 +71,8 @@ def make_connector(
     runner: RunnerInterface,
     metrics: "KVConnectorMetrics",
 ) -> KVConnectorBase | None:
-    """For a runner that is loaded, on its event loop. None: there is to be none. Raises
-    `ConfigError`.
+    """Return the connector for a loaded runner, on its event loop; None if there is to be
+    none. Raises `ConfigError`.
     """
     cache = config.cache
     if cache.kv_connector == "none":

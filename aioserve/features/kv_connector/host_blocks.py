@@ -50,7 +50,7 @@ class SharedSlots(NamedTuple):
 
 
 class _Slots:
-    """The slots of one pool."""
+    """The slots in host memory for the blocks of one pool."""
 
     def __init__(self, kept: KeptTensors, shared: SharedSlots | None) -> None:
         self.name, self.weight = kept.name, kept.weight

@@ -21,9 +21,9 @@ STRIDE, PIECE = 1 << 20, 4096  # bytes: of every `STRIDE`, the first `PIECE` are
 
 
 def fingerprint(path: Path) -> str:
-    """Of a model's directory, file or files in parts: names, sizes, times of change and a sample of
-    the contents, so that it takes no second reading of all weights. A copy of the files may have
-    another one.
+    """Return a hash of a model's directory, file or files in parts: of names, sizes, times of
+    change and a sample of the contents, so that it takes no second reading of all weights. A copy
+    of the files may have another one.
     """
     files = [path]
     if path.is_dir():
@@ -67,20 +67,20 @@ class BlockStore(ABC):
 
     @abstractmethod
     def find(self, block_hashes: Sequence[bytes], on_found: Callable[[int], None]) -> None:
-        """How many of these there are, from the first on without a gap."""
+        """Find how many of these blocks are stored, from the first on without a gap."""
 
     @abstractmethod
     def find_each(
         self, block_hashes: Sequence[bytes], on_found: Callable[[frozenset[bytes]], None]
     ) -> None:
-        """Which of these there are."""
+        """Find which of these blocks are stored, and call `on_found` with them."""
 
     @abstractmethod
     def read(
         self, block_hashes: Sequence[bytes], slots: Sequence[int], on_read: Callable[[int], None]
     ) -> None:
-        """Read each into its slot; how many could be, from the first on. Until then no other
-        transfer touches the slots.
+        """Read each block into its slot; `on_read` is told how many could be read, from the first
+        on. Until then no other transfer touches the slots.
         """
 
     @abstractmethod
@@ -95,7 +95,7 @@ class BlockStore(ABC):
 
     @abstractmethod
     def seconds_to_read(self, num_bytes: int) -> float:
-        """As measured so far; 0: nothing is known."""
+        """Return the expected seconds, as measured so far; 0 if nothing is known."""
 
     @abstractmethod
     async def change_weights(self, path: str) -> None:

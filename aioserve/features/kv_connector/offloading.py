@@ -65,7 +65,7 @@ class PoolSlots(Outside):
         self._planned: deque[tuple[int, Transfers]] = deque()  # not back yet
 
     def key(self, block_hash: bytes) -> bytes:
-        """By what a store knows the content."""
+        """Return the key under which a store has the content."""
         return block_hash + self._suffix
 
     # What a pool asks.
@@ -218,7 +218,7 @@ class KeptPools:
         return first
 
     def end_in_slots(self, hashes: Sequence[bytes], first: int) -> int:
-        """Behind the last KV block in host memory, from block `first` on without a gap."""
+        """Return the end of the KV blocks in host memory, from block `first` on without a gap."""
         if self.has_blocks:
             lookup = self.blocks.slots.lookup
             for i in range(first, len(hashes)):
@@ -663,7 +663,7 @@ class OffloadingConnector(KVConnectorBase):
     # Prices.
 
     def _copy_seconds(self, num_bytes: int) -> float:
-        """As loads have taken so far: a copy out takes about as long."""
+        """Return the seconds that loads have taken so far: a copy out takes about as long."""
         worker = self._worker
         return worker.load_seconds / max(worker.num_bytes_loaded, 1) * num_bytes
 

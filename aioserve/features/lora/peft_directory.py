@@ -81,12 +81,12 @@ class AdapterFiles(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The largest of its modules."""
+        """The largest rank among the adapter's modules."""
         return max(len(part.a) for part in (*self.modules.values(), *self.embeddings.values()))
 
     @property
     def num_parameters(self) -> int:
-        """Of both factors of all modules."""
+        """How many parameters both factors of all modules have together."""
         parts = (*self.modules.values(), *self.embeddings.values())
         return sum(part.a.numel() + part.b.numel() for part in parts)
 

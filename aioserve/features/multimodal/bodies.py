@@ -136,7 +136,7 @@ class BodyMedia:
         return self._add(_Source(path, None, url[len(scheme) + len(kind) + 2 :]))
 
     def add_base64(self, path: str, media_type: str, data: str) -> Part:
-        """As `add`, for what is in the fields `media_type` and `data` of `path`."""
+        """Add, as `add`, what is in the fields `media_type` and `data` of `path`."""
         self._check_type(f"{path}.media_type", media_type.lower())
         return self._add(_Source(f"{path}.data", None, data))
 
@@ -262,7 +262,7 @@ class ImageLoader:
         return Video(frames, source.fps)
 
     def _hold(self, image: EncodedImage, allowance: Allowance) -> None:
-        """Count it until no request has it."""
+        """Count the memory of an image until no request has it."""
         num_bytes = image.num_bytes  # beforehand: images end in other threads, too
         self._num_bytes += num_bytes
         weakref.finalize(image, self._release, num_bytes).atexit = False

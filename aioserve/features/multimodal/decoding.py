@@ -72,7 +72,7 @@ def decode(data: bytes) -> "Image":
 
 
 def on_white(image: "Image") -> "Image":
-    """As RGB, white where it is transparent, as image processors of `transformers` have it."""
+    """Return the image as RGB, white where it is transparent, as `transformers` has it."""
     from PIL import Image
 
     if "A" not in image.getbands() and image.info.get("transparency") is None:

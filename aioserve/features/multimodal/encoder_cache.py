@@ -77,7 +77,7 @@ class EncoderCacheManager:
         self._holders.setdefault(content_hash, set()).add(request_id)
 
     def hold_ahead(self, holder: str, item: EncoderInput) -> None:
-        """As `hold`, for an output that is computed before a request takes it."""
+        """Hold, as `hold`, an output that is computed before a request takes it."""
         self.hold(holder, item)
         self._unread.add(item.content_hash)
 
@@ -123,7 +123,7 @@ class EncoderCacheManager:
 
     @property
     def has_holders(self) -> bool:
-        """Whether live requests hold anything."""
+        """Whether live requests hold outputs of the encoder."""
         return bool(self._holders)
 
     def take_evicted(self) -> list[str]:
@@ -190,7 +190,7 @@ class EncodingAhead:
         return True
 
     def lack_room(self) -> None:
-        """There is no room for an input that the step was to encode."""
+        """Note that there is no room for an input that the step was to encode."""
         self._lacks_room = True
 
     def begin_step(self) -> None:
@@ -240,7 +240,7 @@ class EncodingAhead:
             self._owner = None
 
     def drop(self) -> None:
-        """Give up what is begun and not done."""
+        """Give up an encoding that has begun and is not done."""
         if self._item is not None:
             self._cache.drop(self._item)
             self._item = None

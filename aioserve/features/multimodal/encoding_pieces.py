@@ -88,7 +88,7 @@ class PausedCall(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def drop(self) -> None:
-        """End it where it is."""
+        """End the call where it is, without a result."""
         if not self._has_ended:
             self._is_dropped = True
             self._resume()
@@ -184,13 +184,13 @@ class EncodingPieces:
         return None if begun is None else begun.call.finish()
 
     def drop(self, content: str) -> None:
-        """Forget what has begun, if it has."""
+        """Forget the encoding of an image, if it has begun."""
         begun = self._begun.pop(content, None)
         if begun is not None:
             begun.call.drop()
 
     def close(self) -> None:
-        """Forget all that has begun."""
+        """Drop all images whose encoding has begun."""
         for content in list(self._begun):
             self.drop(content)
 
@@ -205,7 +205,7 @@ class _Begun:
         self.call = PausedCall(self._run)
 
     def enter(self, number: int, hidden: Tensor) -> None:
-        """A layer begins, with its input."""
+        """Note that a layer begins, with its input."""
         if not self._begins:
             costs = self._costs.of(hidden)
             self._whole = sum(costs) or 1.0
@@ -237,7 +237,7 @@ def _before_layer(number: int, _: nn.Module, args: tuple[Any, ...], given: dict[
 
 
 def _product(part: nn.Linear, x: Tensor) -> Tensor:
-    """As `nn.Linear` computes it; where it may be stopped, of some rows at a time."""
+    """Return what `nn.Linear` computes; where it may be stopped, of some rows at a time."""
     num_rows, per_row = x.numel() // x.shape[-1], part.in_features * part.out_features
     if (at_once := rows_at_once(num_rows, per_row)) == num_rows:
         made = F.linear(x, part.weight, part.bias)

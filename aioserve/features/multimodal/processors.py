@@ -220,7 +220,7 @@ def _layouts(max_tiles: int) -> list[Size]:
 
 
 def _resized(image: Tensor, size: Size) -> np.ndarray:
-    """As torchvision resizes an image [3, height, width] of uint8 on this CPU."""
+    """Resize an image [3, height, width] of uint8 as torchvision does on this CPU."""
     if image.shape[1:] == size:
         return image.numpy()
     is_native = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
@@ -288,7 +288,7 @@ class Qwen2Videos:
         return self.placeholder * sum(num_rows)
 
     def _sized(self, stated: Mapping[str, Any]) -> dict[str, Any]:
-        """With the size under its newer names."""
+        """Return the settings with the size under its newer names."""
         size = {**self.defaults["size"], **stated.get("size", {})}
         for name, older in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
             size[name] = stated.get(older, size[name])
@@ -314,11 +314,11 @@ class Qwen2Videos:
         return turns
 
     def _times(self, num_groups: int, fps: float | None) -> np.ndarray:
-        """By how much each group turns more than the first."""
+        """Return by how much each group turns more than the first."""
         return np.arange(num_groups)
 
     def _normalized(self, frame: np.ndarray, height: int, width: int) -> np.ndarray:
-        """[3, height, width] of float32."""
+        """Return the frame resized and normalized, as float32 [3, height, width]."""
         import torch
         from torch.nn.functional import interpolate
 

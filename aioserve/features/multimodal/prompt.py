@@ -139,7 +139,7 @@ class PreparedInput(NamedTuple):
 
     @classmethod
     def of(cls, model_type: str, num_rows: int, arrays: dict[str, np.ndarray]) -> "PreparedInput":
-        """With the hash of `arrays`."""
+        """Make an input that is identified by the hash of `arrays`."""
         digest = hashlib.sha256(model_type.encode())
         for name, array in arrays.items():
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -148,7 +148,7 @@ class PreparedInput(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """One image or video, prepared."""
+    """One image or video, ready for the prompt and the encoder."""
 
     text: str  # what stands in its place in the prompt
     inputs: Sequence[PreparedInput]  # in the order of their tokens
@@ -236,7 +236,7 @@ MISSING_PILLOW = "images need Pillow, which is not installed: pip install pillow
 
 
 class ImageProcessor:
-    """The processor of one model."""
+    """The image processor of one model: makes encoder inputs of images and videos."""
 
     def __init__(self, family: Family, info: ModelInfo, tokenizer: Any) -> None:
         """`tokenizer` is the model's; its processor may teach it tokens. Raises `ConfigError`."""
@@ -307,7 +307,9 @@ def _nothing() -> Any:
 
 
 def load_processor(family: Family, info: ModelInfo, tokenizer: Any) -> Any:
-    """As `AutoProcessor` would, but for its processor of videos, which would need torchvision."""
+    """Load the processor as `AutoProcessor` does, but without that of videos, which needs
+    torchvision.
+    """
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -418,7 +420,7 @@ class VideoProcessor:
     """A processor that prepares the videos of one model."""
 
     def __init__(self, family: Family, info: ModelInfo, tokenizer: Any) -> None:
-        """For a family that reads videos. Raises `ConfigError`."""
+        """Make the processor for a family that reads videos. Raises `ConfigError`."""
         self._family = family
         try:
             own = getattr(import_module("aioserve.features.multimodal.processors"), family.videos)
@@ -571,8 +573,8 @@ def _given(prompt: MultimodalPrompt) -> dict[str, Sequence[Any]]:
 
 
 def _without_media(messages: Messages, kinds: Sequence[str]) -> tuple[Messages, dict[str, int]]:
-    """With contents as texts, and how many of each of `kinds` they mention. Raises `RequestError`
-    for another one.
+    """Return messages with texts as contents, and how many of each of `kinds` they mention.
+    Raises `RequestError` for another kind.
     """
     found, counts = [], {"image": 0, "video": 0}
     for i, message in enumerate(messages):

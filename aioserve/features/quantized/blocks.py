@@ -174,7 +174,7 @@ def format_of(kind: str) -> Format:
 
 @cache
 def bytes_in_memory(kind: str) -> float:
-    """Of one weight of this format where the kernels multiply with it."""
+    """Return the bytes that one weight of this format takes where the kernels multiply with it."""
     per_block, num_bytes, decode = format_of(kind)
     codes = decode(torch.zeros(1, 1, num_bytes, dtype=torch.uint8))
     numbers = (codes.scales, codes.offsets, codes.supers, codes.super_offsets)

@@ -109,7 +109,7 @@ class EagleHead(DraftHead):
         return x + self._down(F.silu(gate) * up)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Of tokens that the head does not know, very low ones."""
+        """Return logits; those of tokens that the head does not know are very low."""
         known = self._head(self._norm("norm", states))
         if self._token_ids is None:
             return known

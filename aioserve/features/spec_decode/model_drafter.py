@@ -64,7 +64,7 @@ class DraftRunner(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds. Idempotent."""
+        """Give back the memory of the drafter. Idempotent."""
 
 
 class ModelDrafter(Drafter):
@@ -343,7 +343,7 @@ logger = logging.getLogger(__name__)
 
 
 class DraftCheckpoint(DraftSource):
-    """A whole model of its own."""
+    """A draft model that is a whole model of its own."""
 
     def __init__(self, info: ModelInfo, target_info: ModelInfo) -> None:
         """Raises `ConfigError` if texts mean other tokens to it."""

@@ -51,7 +51,7 @@ class MtpLayout(NamedTuple):
     shared: tuple[str, ...] = ()  # copies of the model's embedding and head, which are not read
 
     def weights(self, names: Iterable[str], num_layers: int) -> dict[str, str]:
-        """Of `names` those of the first MTP layer, by what they are in a model of that layer."""
+        """Return those of `names` in the first MTP layer, by name in a model of that layer."""
         prefix = self.prefix.format(n=num_layers)
         found = {}
         for name in names:

@@ -131,7 +131,7 @@ class NgramDrafter(Drafter):
             self._shared[row] = self._store_of(request.adapter_id)
 
     def append(self, row: int, token_ids: Sequence[int]) -> None:
-        """A row has said so much more."""
+        """Take in the next tokens of a row."""
         self._rows[row].extend(token_ids)
 
     def drop(self, row: int, *, is_finished: bool) -> None:

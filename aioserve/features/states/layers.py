@@ -21,7 +21,7 @@ from aioserve.runner.served_model import LayerStates
 
 
 class StateKey(NamedTuple):
-    """One of a layer's states."""
+    """The name of one state of a layer with states."""
 
     kind: str  # "conv" or "recurrent"
     number: int  # a layer may have several
@@ -174,7 +174,7 @@ class _Held(NamedTuple):
 
     @classmethod
     def of(cls, layer: _Layer, piece: StatePieces, arguments: dict[str, Any]) -> "_Held":
-        """Of a `piece` whose states are not written yet."""
+        """Make it of a `piece` whose states are not written yet."""
         tokens = torch.from_numpy(piece.tokens).reshape(1, -1)
         own = {name: _take(value, tokens) for name, value in arguments.items()}
         assert piece.sources is not None, "drafts come behind a text"

@@ -103,7 +103,7 @@ class Call(RequestStream):
         await self._send()
 
     def let_go(self) -> None:
-        """End it before it has begun: `begin` returns."""
+        """End the call before it has begun: `begin` returns."""
         self._is_aborted = True
         self._let_go.set()
         if self._replying is not None and not self._replying.done():
@@ -129,7 +129,7 @@ class Call(RequestStream):
         return True
 
     def lost(self, error: EngineDeadError) -> None:
-        """The replica that has accepted it is gone."""
+        """Note that the replica that has accepted the request is gone."""
         self._leave_seat()
         if self._is_told:
             self._fail(EngineDeadError("the replica that served this request has died"))
@@ -169,7 +169,7 @@ class Call(RequestStream):
             self._end()
 
     async def _send(self) -> None:
-        """To a replica that lives and accepts it, unless it ends before."""
+        """Send the request to a replica that lives and accepts it, unless it ends before."""
         deadline = self._spec.deadline
         reason = FinishReason.ABORT
         try:
@@ -213,7 +213,7 @@ class Call(RequestStream):
         await self._add(seat, self._spec, self._register)
 
     def _register(self) -> None:
-        """Its samples are read from now on, from their first tokens."""
+        """Have its samples read from now on, from their first tokens."""
         self._has_readers = True
         for index, own in enumerate(self._samples.specs(self._spec.without_arrays())):
             self._delivery.processor.add_request(Request(own), self._samples, index, self)
@@ -258,7 +258,7 @@ class Call(RequestStream):
                 await self._let_go.wait()
 
     async def _send_again(self, error: Exception | None) -> None:
-        """To another replica, after the one that has failed it with `error`, if one has."""
+        """Send the request to another replica, after one has failed it with `error`, if one has."""
         try:
             if error is not None:
                 self._check_again(error)
@@ -278,7 +278,7 @@ class Call(RequestStream):
         logger.warning("%s is sent to another replica: %s", self.request_id, type(cause).__name__)
 
     def _leave_seat(self) -> None:
-        """The replica has failed it."""
+        """Leave the replica, which has failed the request, and avoid it from now on."""
         if self._seat is not None:
             self._avoid.add(self._seat.line.name)
             self._seat.has_ended()
@@ -343,7 +343,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _ours(error: Exception) -> Exception:
-    """As the engine would have raised it."""
+    """Return the error as the engine would have raised it."""
     cause = _cause(error)
     if isinstance(cause, AioserveError) and not isinstance(cause, EngineDeadError):
         return cause

@@ -60,13 +60,13 @@ class RouterMetrics:
         self.knowledge_age = Histogram()  # seconds, of the replica that was chosen
 
     def on_refused(self, reason: str) -> None:
-        """The router refuses a request."""
+        """Count a request that the router refuses."""
         self.outcomes["refused"] += 1
         known = reason in self.refusals or len(self.refusals) < MAX_REASONS
         self.refusals[reason if known else "other"] += 1
 
     def on_resent(self) -> None:
-        """A request goes to another replica than the one that has failed it."""
+        """Count a request that goes to another replica because one has failed it."""
         self.num_resent += 1
 
     def on_sent(self, age: float) -> None:
@@ -167,7 +167,7 @@ class Seat(ABC):
 
     @abstractmethod
     def has_started(self) -> None:
-        """The first token is here."""
+        """Note that the first token of the request has come."""
 
     @abstractmethod
     def has_ended(self) -> None:
@@ -177,7 +177,7 @@ class Seat(ABC):
 
 
 class Chooser(ABC):
-    """One for each front end."""
+    """Chooses replicas for requests; each front end has one."""
 
     @abstractmethod
     async def choose(

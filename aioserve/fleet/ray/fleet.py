@@ -117,7 +117,7 @@ class Accepted(Protocol):
     """A request that a replica has accepted."""
 
     def lost(self, error: EngineDeadError) -> None:
-        """The replica is gone, and this says how."""
+        """Note that the replica is gone; the error says how."""
 
 
 class ReplicaLine:
@@ -148,7 +148,7 @@ class ReplicaLine:
         self._keeps_tokens = keeps_tokens
 
     def take(self, said: ToWorker) -> None:
-        """What the replica says, answers apart."""
+        """Take a message of the replica that is no answer."""
         left: list[Movable] = []
         if self._keeps_tokens:
             said, left = keep_tokens(self.calls, said)
@@ -166,7 +166,7 @@ class ReplicaLine:
             self.lose(EngineDeadError("the replica has ended"))
 
     def lose(self, error: EngineDeadError) -> None:
-        """There is no line any more. Told again it changes nothing."""
+        """Note that the line is gone. Told again it changes nothing."""
         if not self.gone.done():
             self.gone.set_result(error)
             self._on_lost(self.name)
@@ -304,7 +304,7 @@ class Fleet:
             logger.error("replica %s is not followed any more", name, exc_info=error)
 
     def _dismiss(self, name: str) -> None:
-        """It gets nothing new; what it has, it finishes, and then it hangs up."""
+        """Give the replica nothing new; it finishes what it has, and then hangs up."""
         if self._leave(name) is None and (keeper := self._keepers.get(name)) is not None:
             keeper.cancel()
 
@@ -376,7 +376,7 @@ class Fleet:
         return line
 
     def _follow(self, line: ReplicaLine, dispatcher: Dispatcher) -> None:
-        """Until the replica leaves: a router that meets it again is told all that there is."""
+        """Follow a replica's events until it leaves; a router that meets it again is told all."""
         hearing = _Hearing(line.name, dispatcher, shares_load=self._shares_load)
         following = asyncio.create_task(follow(line.ticket, hearing))
         self._following[line.name] = following

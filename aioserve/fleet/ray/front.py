@@ -41,7 +41,7 @@ PATIENCE_SECONDS = 30.0  # after which the log says that no replica has started
 
 
 class ReplicaGroups:
-    """One for each front end."""
+    """The groups of replicas as one front end knows them."""
 
     def __init__(
         self,

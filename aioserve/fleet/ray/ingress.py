@@ -77,7 +77,7 @@ class _Model:
     async def ask(
         self, method: str, target: str, headers: Sequence[tuple[str, str]] = (), body: bytes = b""
     ) -> ClientResponse:
-        """Its head has come; the rest is to be read, or the response closed."""
+        """Return the response once its head has come; the caller reads the rest or closes it."""
         assert self._session is not None
         return await self._session.request(
             method, f"http://aioserve{target}", data=body, headers=headers, allow_redirects=False

@@ -163,7 +163,7 @@ class KVFeed:
             self._is_cleared = True
 
     def _answer_all(self) -> None:
-        """What routers have said since the last time."""
+        """Answer what routers have sent since the last time."""
         while True:
             try:
                 router, *said = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -212,7 +212,7 @@ class KVFeed:
                 self._flush_loads()
 
     async def _pause(self) -> None:
-        """Until there may be something to tell: with nothing new, a turn is a waste of a core."""
+        """Wait until there may be something to tell: with nothing new, a turn is a waste."""
         if not self._loads:  # what routers tell each other is told soon, and asked for here
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_SECONDS):
@@ -347,7 +347,7 @@ async def _tell_load(socket: zmq.asyncio.Socket, token: bytes, listener: Listene
 async def _follow(
     socket: zmq.asyncio.Socket, token: bytes, listener: Listener, silence: float
 ) -> None:
-    """Until a message is missing, or none has come for `silence` seconds."""
+    """Read messages until one is missing, or none has come for `silence` seconds."""
     await socket.send_multipart([token, FOLLOW])
     expected = 0
     report: ReplicaReport | None = None

@@ -45,7 +45,7 @@ class PeerLine(Line):
         on_gone: Callable[[], None],
         give_keys: Callable[[zmq.Socket[bytes]], None],
     ) -> None:
-        """As `Line`; `on_gone` is called when the other end, once there, is there no more."""
+        """Make a `Line`; `on_gone` is called when the other end, once there, is there no more."""
         self._on_gone = on_gone
         self._give_keys = give_keys
         self._own_loop = asyncio.get_running_loop()
@@ -184,7 +184,7 @@ class IngressClient(Forwarder):
         self._on_gone(self)
 
     def received(self, spec: RequestSpec, add: Add) -> RequestSpec:
-        """With times of this machine: those of the ingress are of another clock."""
+        """Return the spec with times of this machine: those of the ingress are of another clock."""
         now = self._clock()
         deadline = None if add.timeout is None else now + add.timeout
         spec = msgspec.structs.replace(spec, arrival_time=now, deadline=deadline)

@@ -204,7 +204,7 @@ class EngineReplica:
         params: SamplingParams | PoolingParams | None = None,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """As `AsyncEngine.add_request`, and its stream. Cancelling the call aborts the request."""
+        """Yield the stream of `AsyncEngine.add_request`. Cancelling the call aborts the request."""
         async with await self._engine.add_request(prompt, params, **options) as stream:
             async for output in stream:
                 yield output
@@ -217,7 +217,7 @@ class EngineReplica:
         await asyncio.Event().wait()
 
     async def describe(self) -> ReplicaInfo:
-        """Return what does not change while it lives."""
+        """Return the facts about the replica that do not change while it lives."""
         engine = self._engine
         return ReplicaInfo(
             version=__version__,

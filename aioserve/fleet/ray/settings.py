@@ -57,7 +57,7 @@ class ReplicaGroup(Section, frozen=True, kw_only=True):
 
     @property
     def least(self) -> int:
-        """Replicas that there always are."""
+        """The smallest number of replicas of the group."""
         return self.num_replicas or (
             1 if self.autoscaling is None else self.autoscaling.min_replicas
         )
@@ -160,7 +160,7 @@ class ModelSettings(Section, frozen=True, kw_only=True):
 
     @property
     def all_groups(self) -> tuple[ReplicaGroup, ...]:
-        """The groups of its replicas, one at least."""
+        """The groups of the model's replicas, one at least."""
         own = ReplicaGroup(num_replicas=self.num_replicas, autoscaling=self.autoscaling)
         return self.groups or (own,)
 

@@ -65,7 +65,7 @@ class Account:
         self.make_report: Callable[[], Reported] | None = None  # one that is newer, if asked for
 
     def view(self) -> ReplicaView:
-        """Return what a router sees of it now."""
+        """Return the view of the replica that a router gets now."""
         if self.make_report is not None:
             self.reported, self.make_report = self.make_report(), None
         return self.view_with(self.reported)
@@ -136,16 +136,16 @@ class Assignment:
 
     @property
     def name(self) -> str:
-        """The name of the replica."""
+        """The name of the replica that has the request."""
         return self._account.name
 
     @property
     def is_started(self) -> bool:
-        """Whether its first token has come."""
+        """Whether the first token of the request has come."""
         return self._is_started
 
     def has_started(self, now: float) -> None:
-        """Its first token is here. Told again it changes nothing."""
+        """Note that the first token has come. Told again it changes nothing."""
         if self._is_over or self._is_started:
             return
         self._is_started = True
@@ -400,7 +400,7 @@ class Dispatcher:
 
     @property
     def is_holding(self) -> bool:
-        """Whether requests are in line."""
+        """Whether requests are held in line for a replica."""
         return bool(self._held)
 
     def ask_held(self) -> None:

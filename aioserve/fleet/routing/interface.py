@@ -281,7 +281,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that serve or start."""
+        """How many replicas serve or start."""
         return len(self.replicas) + self.num_starting
 
 

@@ -191,7 +191,7 @@ class PrefixIndex:
             self.forget(name)
 
     def add(self, name: str, block_hash: bytes) -> None:
-        """The replica can find this block now."""
+        """Note that the replica has this block in its cache."""
         place = self._places.get(name)
         if place is None:
             place = self._enter(name)
@@ -383,7 +383,7 @@ class Programs:
             )
 
     def forget(self, name: str) -> None:
-        """The replica is gone, and what it held."""
+        """Forget the replica, which is gone, and its blocks."""
         for key in self._at.pop(name, ()):
             self._known[key] = msgspec.structs.replace(self._known[key], replica="")
 

@@ -205,7 +205,7 @@ class Forwarder(ABC):
         return len(self._samples) + len(self._adding)
 
     def close(self) -> int:
-        """It is gone. Returns how many requests of it are dropped."""
+        """Drop the requests of a worker that is gone. Returns how many there were."""
         self._line.close()
         self._engine.internals.disconnect(self._client_index)
         num_requests = self.num_requests
@@ -409,7 +409,7 @@ class Host:
         return worker
 
     def close(self, worker: "WorkerClient") -> int:
-        """Its process has ended: so do its requests. Returns how many there were."""
+        """End the requests of a worker whose process has ended. Returns how many there were."""
         self.workers.remove(worker)
         self._refused_by_gone += worker.refusals
         return worker.close()
@@ -453,7 +453,7 @@ class Host:
         return answer
 
     async def _hear_reports(self) -> None:
-        """What workers tell of themselves, for the metrics."""
+        """Read what workers report of themselves, for the metrics."""
         asked = [worker for worker in self.workers if worker.is_listening]
         reports = await _ask_all(asked, MakeReport())
         told = [pair for pair in zip(asked, reports, strict=True) if pair[1] is not None]
@@ -502,7 +502,7 @@ class WorkerClient(Forwarder):
         self._say(Listen())
 
     def quit(self, exit_code: int) -> None:
-        """Have it close what is open, and end."""
+        """Have the worker close its connections, and end."""
         self._say(Quit(exit_code))
 
     def close(self) -> int:

@@ -72,7 +72,7 @@ class Line:
 
     @property
     def address(self) -> str:
-        """Where it listens, with the port that it got, or what it is connected to."""
+        """The address where it listens, with the port that it got, or that it is connected to."""
         endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         return endpoint.decode().rstrip("\0")
@@ -443,7 +443,7 @@ class Listen(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Quit(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Close what is open, and end."""
+    """The order to a worker to close its connections and end."""
 
     exit_code: int
 
@@ -491,7 +491,7 @@ encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Of what `encoder` made of a `kind`."""
+    """Return a decoder of what `encoder` made of a `kind`."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_other)
 
 
@@ -500,7 +500,7 @@ _spec_decoder = msgspec.msgpack.Decoder(RequestSpec)
 
 
 def encode_spec(spec: RequestSpec) -> tuple[bytes, bool]:
-    """As `Add` has it: the bytes, and whether they are JSON."""
+    """Return the spec as `Add` has it: the bytes, and whether they are JSON."""
     try:
         return encoder.encode(spec), False
     except OverflowError:  # JSON clients may write any integers, in a schema for example

@@ -223,7 +223,7 @@ class RemoteDelivery:
         self.processor = OutputProcessor(tokenizer, self._counts, clock=clock, may_wait=False)
 
     def deliver(self, said: ToWorker) -> Stopped | None:
-        """To their readers; what the engine has to be told."""
+        """Deliver outputs to their readers; returns what the engine has to be told."""
         now = self._clock()
         for request_id, num_tokens in said.num_cached_tokens.items():
             self.processor.set_num_cached_tokens(request_id, num_tokens)
@@ -285,7 +285,7 @@ class RemoteParts(NamedTuple):
 
     @property
     def output_processor(self) -> OutputProcessor:
-        """The readers of this worker."""
+        """The readers of this worker's requests."""
         return self.delivery.processor
 
     @property
@@ -364,7 +364,7 @@ class RemoteEngine(EngineClient):
         self._end.open(self._take)
 
     def tell(self, command: HostCommand[None]) -> None:
-        """As `ask`, of what needs no answer: nothing happens if the engine has died."""
+        """Send a command that needs no answer; nothing happens if the engine has died."""
         if self._error is None:
             self._end.say(Ask(self._calls.number(), msgspec.Raw(encoder.encode(command))))
 
@@ -577,7 +577,7 @@ class RemoteResponses:
         self._engine = engine
 
     async def get(self, response_id: str) -> Kept | None:
-        """None if it was never stored, or is forgotten."""
+        """Return a stored response; None if it was never stored or is forgotten."""
         return await self._engine.ask(FindResponse(response_id))
 
     async def put(self, response_id: str, kept: Kept) -> None:

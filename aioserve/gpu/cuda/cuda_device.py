@@ -46,7 +46,7 @@ class CudaEvent(Event):
 
 
 class CudaMoment(Moment):
-    """A `CudaEvent` with its time."""
+    """A moment on a CUDA stream, as an event that records its time."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -47,7 +47,7 @@ class Event(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Until all work before this point is done. Raises what that work raised."""
+        """Wait until all work before this point is done. Raises what that work raised."""
 
 
 class Moment(Event):

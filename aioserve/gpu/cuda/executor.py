@@ -436,7 +436,7 @@ class StepExecutor:
             self.parts.grammars.catch_up(last.standing, last.result.array)
 
     def close(self) -> None:
-        """Let its thread end. Idempotent."""
+        """End the thread of the batch. Idempotent."""
         self._batch.close()
 
     def finish(self, launched: LaunchedParts) -> ModelRunnerOutput:
@@ -575,7 +575,7 @@ class DeviceAdapters(LoadedLowRank):
         self._placed = WeakSet[Adapter]()  # while they live: unloaded ones may still have rows
 
     def put(self, files: interface.AdapterFiles) -> Adapter:
-        """As `put_on`. Raises `ConfigError` too if there is no room."""
+        """Put the adapter on, as `put_on`. Raises `ConfigError` too if there is no room."""
         assert isinstance(files, AdapterFiles), "read by that part"
         needed = files.num_parameters * self._sites.dtype.itemsize
         left = self._room - sum(adapter.num_bytes for adapter in self._placed)

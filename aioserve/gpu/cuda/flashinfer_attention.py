@@ -193,7 +193,7 @@ class _PlannedStep(DeviceStep):
         self._num_decodes = num_decodes
 
     def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
-        """As planned; the arguments were known then."""
+        """Compute attention as planned; the arguments were known then."""
         size, kind = self._num_decodes, self._kinds[layer]
         cache = self.cache.keys[layer], self.cache.values[layer]
         query = query.contiguous()

@@ -30,7 +30,7 @@ STAGE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The copies of a step."""
+    """The copies between card and host memory that a step began."""
 
     done: Moment
     num_loads: int

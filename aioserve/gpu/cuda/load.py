@@ -375,7 +375,7 @@ class _Kind(NamedTuple):
         max_model_len: int,
         sizes: Sequence[int],
     ) -> DeviceAttention:
-        """For steps in `arena`, of which decodes of these `sizes` will be captured."""
+        """Make attention for steps in `arena`; decodes of these `sizes` will be captured."""
         if self.flashinfer is None:
             return TorchDeviceAttention(self.spec, layout.limits, device.torch_device)
         return FlashInferAttention(
@@ -462,7 +462,7 @@ def run_pass(
 
 
 def choose_draw(device: Device) -> Draw:
-    """By Triton where there is a card and Triton."""
+    """Return the draw by Triton where there is a card and Triton, else by torch."""
     if device.torch_device.type != "cuda":
         return draw
     if find_spec("triton") is None:
@@ -550,4 +550,4 @@ class DeviceDraftRunner(DraftRunner):
         return token_ids
 
     def close(self) -> None:
-        """Its memory goes with it."""
+        """Do nothing: the memory is freed with the object."""

@@ -117,7 +117,7 @@ class SamplePlan:
 
     @property
     def num_words(self) -> int:
-        """Of the result that the host reads: tokens, logprobs, ranks, alternatives."""
+        """Words of the result that the host reads: tokens, logprobs, ranks, alternatives."""
         return self.num_rows + len(self.asked) * (2 + 2 * max(self.num_logprobs, default=0))
 
 
@@ -484,7 +484,9 @@ class PromptPlan:
             write_logprobs(logits, token_ids, self.width, out)
 
     def read(self, words: Words) -> dict[str, list[TokenLogprobs]]:
-        """Of prompts that are complete, from a copy of `found`; to be called in order of steps."""
+        """Return logprobs of complete prompts, from a copy of `found`; to be called in order of
+        steps.
+        """
         found: list[TokenLogprobs] = []
         for piece in self.pieces:
             own = words[self._begin(piece.start) : self._begin(piece.stop)]

@@ -70,8 +70,8 @@ class Free(msgspec.Struct, frozen=True, tag=True):
 
 
 class MakeHostBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Make room for KV blocks in host memory: at most `num_bytes` for all ranks together, and of
-    each pool's blocks so many bytes that the first rank has beside the others.
+    """The order to make room for KV blocks in host memory: at most `num_bytes` for all ranks
+    together. `of_first` has, by pool, the bytes of a block that only the first rank stores.
     """
 
     num_bytes: int
@@ -93,7 +93,7 @@ class UseAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class DropAdapter(msgspec.Struct, frozen=True, tag=True):
-    """No request of this adapter comes any more."""
+    """The order to drop an adapter: no request of it comes any more."""
 
     adapter_id: str
 
@@ -408,7 +408,7 @@ class FirstRank:
 
 
 def _end_with_parent() -> None:
-    """Its end of our standard input is closed by whatever ends it."""
+    """End with the parent: whatever ends it closes its end of our standard input."""
     while os.read(0, 1):
         pass
     os._exit(1)

@@ -133,7 +133,7 @@ def _rows(name: str, part: nn.Linear, ranks: Ranks, is_head: bool) -> None:
 
 
 def _split_rows(name: str, part: nn.Linear, ranks: Ranks, is_head: bool) -> None:
-    """The same, where the inputs are whole."""
+    """Split the rows of a layer whose inputs are whole."""
     own = ranks.share(part.in_features)
     _rows(name, part, ranks, is_head)
     part.register_forward_pre_hook(lambda _, arguments: (arguments[0][..., own],))

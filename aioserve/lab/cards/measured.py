@@ -238,7 +238,7 @@ class _Package:
 
     @property
     def layers(self) -> int:
-        """The layers of the model."""
+        """How many layers the model has."""
         return int(self._shape["layers"])
 
     def _compile(self, model: str, **changes: Any) -> Any:
@@ -288,18 +288,19 @@ class _Package:
         return longest + self._left_out.ms(num_tokens)
 
     def head(self, num_rows: int) -> float:
-        """Return the output heads of so many rows."""
+        """Return the milliseconds that the output heads of `num_rows` rows take."""
         operators = self._row_operators(num_rows, 1024)
         return sum(ms for name, ms in operators.items() if _is_head(name))
 
     def prompt(self, num_tokens: int, before: int) -> float:
-        """Return the attention of a prompt."""
+        """Return the milliseconds of attention of a prompt."""
         operators = self._prompt_operators(num_tokens, before)
         return sum(operators[name] for name in self._varying_prompt)
 
     def rows(self, num_rows: int, context: int) -> float:
-        """Return the attention of rows that decode. With more KV heads than were measured, it is
-        that of as many as were, with the context so many times longer: the same bytes are read.
+        """Return the milliseconds of attention of rows that decode. With more KV heads than were
+        measured, it is that of the largest measured number at a context that is longer by the same
+        factor, so that as many bytes are read.
         """
         left_out = self._left_out
         engine = left_out.fewer_heads or self._engine
@@ -476,7 +477,7 @@ class _LeftOut:
         self.times_longer = 1.0  # by which contexts are multiplied there
 
     def ms(self, num_tokens: int) -> float:
-        """Return what the parts take in a step of so many tokens."""
+        """Return the milliseconds that the parts take in a step of `num_tokens` tokens."""
         found = 0.0
         for engine, sign, belongs, most_beside in self.parts:
             if num_tokens > most_beside:

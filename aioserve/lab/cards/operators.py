@@ -185,7 +185,7 @@ class OperatorTimes(StepTimeSource):
         return us
 
     def _phase_us(self, num_tokens: float) -> float:
-        """Return microseconds of a phase in which a card sends so many rows to another."""
+        """Return microseconds of a phase in which a card sends `num_tokens` rows to another."""
         options = self._options
         sent = num_tokens * self._shape.hidden_size * BYTES
         return options.link_us + sent / (1e3 * (options.link_gb_s or math.inf))
@@ -373,7 +373,7 @@ class ExpertTable:
         self._axes = _as_axes(nested, 2)
 
     def __call__(self, num_tokens: float, active: float) -> float:
-        """Return microseconds for so many tokens and active experts."""
+        """Return microseconds for `num_tokens` tokens and `active` active experts."""
         return max(_at(self._axes, (active, num_tokens)), 0.0)
 
 

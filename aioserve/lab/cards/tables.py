@@ -174,8 +174,8 @@ class TableStepTimes(StepTimeSource):
         return found
 
     def num_kv_tokens(self, max_step_tokens: int, max_rows: int) -> int | None:
-        """Return how many tokens the KV cache holds beside steps of so many tokens; the tables know
-        no rows.
+        """Return how many tokens the KV cache holds beside the memory that steps of
+        `max_step_tokens` tokens need; the tables do not depend on the rows.
         """
         known = self._tables.kv_tokens
         if not known:
@@ -200,7 +200,7 @@ class TableStepTimes(StepTimeSource):
         return known
 
     def _decode_line(self, num_rows: int) -> tuple[Sequence[float], Sequence[float]]:
-        """Return the attention of so many rows, at contexts of all of them together."""
+        """Return the attention of `num_rows` rows, at contexts of all of them together."""
         line = self._decodes.get(num_rows)
         if line is None:
             grid = self._tables.decode_ms

@@ -83,7 +83,7 @@ class Contract(msgspec.Struct, frozen=True):
 
     @property
     def is_kept(self) -> bool:
-        """Whether it keeps every rule."""
+        """Whether the policy keeps every rule of the contract."""
         return bool(self.rules) and self.num_kept == len(self.rules)
 
 
@@ -99,7 +99,7 @@ class Zoo(msgspec.Struct, frozen=True):
 
 
 class Certificate(msgspec.Struct, frozen=True):
-    """All of it, as it stands in the file."""
+    """A certificate as it stands in its file."""
 
     format: str
     policy: str  # the class

@@ -106,8 +106,8 @@ def add_reading(group: TakesArguments) -> None:
         "--tokenizer",
         default="",
         metavar="MODEL",
-        help="count the tokens of texts in --workload with the tokenizer of this model, or, for a "
-        "number, as so many characters each",
+        help="count the tokens of texts in --workload with the tokenizer of this model; a number "
+        "is the characters that count as a token",
     )
     group.add_argument(
         "--think",

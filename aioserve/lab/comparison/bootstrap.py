@@ -28,8 +28,8 @@ LEVEL = 0.95
 MIN_SEEDS = 2  # for Student's interval, which is wide with two
 FEW_SEEDS = 10  # which seldom hold a rare one
 MIN_BLOCKS = 10  # of one seed: with less to draw from, an interval claims more than it knows
-# Stretches of so many correlation times are nearly independent: measured, intervals of long runs
-# covered less with 2 or 3 of them.
+# Stretches of five correlation times are nearly independent: measured, intervals of long runs
+# covered less with stretches of two or three.
 TIMES_PER_BLOCK = 5
 WINDOW = 5  # correlation times, over which correlations are summed (Sokal)
 WIDEST = 20.0  # logarithm of a factor; an interval of a ratio that is wider says nothing
@@ -61,7 +61,7 @@ class Difference(msgspec.Struct, frozen=True):
 
     @property
     def is_nothing(self) -> bool:
-        """Whether the two never differed."""
+        """Whether the two configurations had equal values in every draw."""
         return self.value == self.low == self.high == 0
 
 

@@ -173,8 +173,8 @@ def add_quality_and_jobs(parser: argparse.ArgumentParser) -> None:
         "--reading-speed",
         type=Reader.parse,
         metavar="TOKENS",
-        help="measure the quality of experience (Andes) of readers of so many tokens per second "
-        "who expect the first after 1 second: 5, or 5,ttft=2",
+        help="measure the quality of experience (Andes) of users who read TOKENS per second and "
+        "expect the first after 1 second: 5, or 5,ttft=2",
     )
     parser.add_argument(
         "--requests",

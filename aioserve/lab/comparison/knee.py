@@ -112,7 +112,7 @@ def judged(
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """One rate that was tried."""
+    """The outcome at one rate that the search has tried."""
 
     rate: float  # requests or conversations that begin, per second
     time_scale: float  # of the workload

@@ -49,7 +49,7 @@ class Mean(msgspec.Struct, frozen=True):
 
 
 class LoadPoint(msgspec.Struct, frozen=True):
-    """One configuration at one rate."""
+    """The outcome of one configuration at one rate."""
 
     rate: float  # requests, or conversations and programs that begin, per second
     good_share: Mean  # of the requests with limits; a program with limits counts once

@@ -226,8 +226,8 @@ def joules_of(
     paid_seconds: Sequence[float],
     saved_seconds: Sequence[float],
 ) -> float:
-    """Return the joules of replicas that draw so many watts while a step runs, and so many between
-    steps; lower clocks have saved those of so many seconds of steps.
+    """Return the joules of replicas that draw `watts`, each the first value while a step runs and
+    the second between steps; lower clocks have saved the energy of `saved_seconds` of steps.
     """
     times = zip(watts, busy_seconds, paid_seconds, saved_seconds, strict=True)
     return sum(
@@ -242,8 +242,8 @@ def energy_totals(
     paid_seconds: Sequence[float],
     outcome: RunOutcome,
 ) -> dict[str, float]:
-    """Return joules per output token and per request that was served, of replicas that draw so many
-    watts while a step runs, and so many between steps.
+    """Return joules per output token and per request that was served, of replicas that draw
+    `watts`, each the first value while a step runs and the second between steps.
     """
     joules = joules_of(watts, busy_seconds, paid_seconds, outcome.saved_seconds)
     num_tokens = sum(len(request.token_times) for request in outcome.requests)

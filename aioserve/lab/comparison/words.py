@@ -395,7 +395,7 @@ class Cell(NamedTuple):
 
 
 class GroupRow(NamedTuple):
-    """One group under one configuration."""
+    """A row of a table: the measures of one group of requests under one configuration."""
 
     name: str
     config: str

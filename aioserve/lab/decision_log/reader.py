@@ -157,12 +157,12 @@ class Life:
             self.phases.append((time, phase))
 
     def leave(self, time: float, *, is_paused: bool) -> None:
-        """The request leaves the batch."""
+        """Note that the request leaves the batch, preempted or paused."""
         self.num_preemptions += not is_paused
         self.enter("paused" if is_paused else "preempted", time)
 
     def come(self, time: float, num_computed: int) -> None:
-        """The request enters the batch behind `num_computed` tokens."""
+        """Note that the request enters the batch with `num_computed` tokens computed."""
         was_paused = self.phases[-1][1] == "paused"
         if not (self.num_preemptions or was_paused):
             self.num_cached_tokens = num_computed

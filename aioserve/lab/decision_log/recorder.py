@@ -60,11 +60,11 @@ class RecordSink(ABC):
         """Write down what was kept: this is a good moment, since no request runs."""
 
     def fail(self, error: Exception) -> None:
-        """A record could not be made; what follows would not fit what went before."""
+        """Stop the log: a record could not be made, and later ones would not fit earlier ones."""
         raise error
 
     def close(self) -> None:  # noqa: B027
-        """No more records will come."""
+        """Close the sink: no more records will come."""
 
 
 class FrozenClock:

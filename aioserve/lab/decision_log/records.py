@@ -110,7 +110,7 @@ class Planned(Record, frozen=True, array_like=True, tag="S"):
 
 
 class Updated(Record, frozen=True, array_like=True, tag="U"):
-    """`update_from_output`: a step is back."""
+    """A call of `update_from_output`, which takes the result of a step."""
 
     MEASURED = ("took",)
 
@@ -186,7 +186,7 @@ class Shorthand:
         self._last_req_ids: list[str] = []  # of the last step
 
     def add(self, request_id: str) -> None:
-        """It was accepted: from here on it has a number."""
+        """Give an accepted request a number."""
         self._numbers[request_id] = self._num_added
         self._num_added += 1
 
@@ -195,7 +195,7 @@ class Shorthand:
         self._ended += request_ids
 
     def name(self, request_id: str) -> Name:
-        """Return its number, if it has one."""
+        """Return the number of the request, if it has one."""
         return self._numbers.get(request_id, request_id)
 
     def names(self, request_ids: Iterable[str]) -> list[Name]:

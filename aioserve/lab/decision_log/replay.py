@@ -78,11 +78,11 @@ class Replay:
 
     @property
     def scheduler(self) -> SchedulerInterface:
-        """The one that is replayed."""
+        """The scheduler that is replayed."""
         return self.recorder.live
 
     def feed(self, record: AnyRecord) -> Record:
-        """Make the recorded call; what is recorded of it now."""
+        """Make the recorded call, and return what is recorded of it now."""
         self._now = record.time
         try:
             self._call(record)
@@ -190,7 +190,7 @@ def _comparable(record: Record) -> Record:
 
 
 def differences(recorded: Record, replayed: Record, chronicle: Chronicle) -> Iterator[str]:
-    """In words, a line each; `chronicle` has not been fed `recorded` yet."""
+    """Yield the differences in words, a line each; `chronicle` has not been fed `recorded` yet."""
     was, now = _readable(recorded, chronicle), _readable(replayed, chronicle)
     for what, old in was.items():
         new = now.get(what)

@@ -80,7 +80,7 @@ class Batch:
         request.num_preemptions += 1
 
     def leave(self, row: Row) -> None:
-        """A request has ended."""
+        """Remove a request that has ended, with its row and its blocks."""
         if (stay := row.stay) is not None:
             self.num_rows -= not stay.is_paused
             self._release(row, stay)
@@ -172,7 +172,7 @@ class Batch:
         return num_shared
 
     def _hand_out(self, stay: Stay, block_ids: list[int]) -> None:
-        """A request gets blocks of its own."""
+        """Give a request blocks of its own."""
         for block_id in block_ids:
             self._check_id(block_id)
             if self._holders[block_id]:

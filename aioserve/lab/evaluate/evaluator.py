@@ -70,7 +70,7 @@ class Evaluation(msgspec.Struct, frozen=True):
 
     @property
     def score(self) -> float:
-        """The number to choose by."""
+        """The number by which candidates are ranked: larger is better."""
         return self.metrics["combined_score"]
 
     @property

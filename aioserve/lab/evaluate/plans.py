@@ -43,7 +43,7 @@ from aioserve.scheduler.output import CachedRequestData, NewRequestData, Schedul
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Base of all that crosses."""
+    """Base of the messages between the simulation and the process of the candidate."""
 
 
 class Result(Message, frozen=True):
@@ -632,7 +632,7 @@ class GuestScheduler(SchedulerInterface):
 
 
 class GuestOfWholePrompts(GuestScheduler):
-    """The same, of a policy that never splits a prompt."""
+    """A guest whose policy never splits a prompt."""
 
     runs_whole_prompts = True
 

@@ -26,7 +26,7 @@ class Child(NamedTuple):
 
 
 class Unanswered(Exception):
-    """A model gave no text."""
+    """Raised when a model has answered without text."""
 
 
 #: By what numbers are multiplied.

@@ -33,7 +33,7 @@ FILE, SETTINGS = "population.jsonl", "search.json"
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate that was judged."""
+    """A candidate policy with the score that it was given."""
 
     number: int  # 0: the seed; its file has the number as name
     parent: int | None
@@ -119,7 +119,7 @@ class Search:
         model_share: float = 1.0,
         jobs: int = 1,
     ) -> None:
-        """With a `model`, it writes about `model_share` of the candidates."""
+        """Make a search; a `model`, if given, writes about `model_share` of the candidates."""
         self.population = population
         self._evaluator = evaluator
         self._seed = seed

@@ -295,7 +295,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome]) -> "Run":
-        """A run that was measured."""
+        """Make a run of the measured outcomes of its requests."""
         return cls(
             np.array([outcome.first for outcome in outcomes]),
             np.array([outcome.end for outcome in outcomes]),

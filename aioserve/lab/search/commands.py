@@ -401,8 +401,8 @@ def _add_replicas(parser: Parser) -> None:
         "--replicas",
         type=count,
         metavar="MOST",
-        help="find how many replicas the workload needs within its SLO, at most so many, under "
-        "each of several configurations and on each --card",
+        help="find how many replicas the workload needs within its SLO, up to MOST, under each of "
+        "several configurations and on each --card",
     )
     group.add_argument(
         "--fleet",

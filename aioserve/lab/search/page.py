@@ -22,7 +22,7 @@ _STYLE = (
 
 
 class Bar(NamedTuple):
-    """A row of a chart."""
+    """One bar of a bar chart, with its label and value."""
 
     label: str
     value: float

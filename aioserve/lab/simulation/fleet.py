@@ -315,7 +315,7 @@ class _Run:
         self._watch_expiry(seat)
 
     def _end(self, i: int, reason: str, request: Request | None = None) -> None:
-        """A request has ended, and its client knows."""
+        """End a request, of which its client is told."""
         now, outcome = self._clock.now, self._outcome.requests[i]
         outcome.end = self._outcome.end = now
         outcome.finish_reason = reason
@@ -578,19 +578,19 @@ class _Run:
         self._stop_if_drained(seat)
 
     def kill(self, seat: Seat) -> None:
-        """The replica restarts although it has requests."""
+        """Restart the replica although it has requests."""
         if seat.engine is not None:
             self._lose_live(seat, seat.engine)
             self._restart(seat)
 
     def come_back(self, seat: Seat) -> None:
-        """A restarted replica serves again."""
+        """Let a restarted replica serve again."""
         seat.has_failed = False
         self._start(seat)
         self._notice(partial(self._has_returned, seat))
 
     def _restart(self, seat: Seat) -> None:
-        """The replica is down, for a time that its deploy knows."""
+        """Take the replica down for the time that its deploy states."""
         if seat.engine is not None:
             self._stop(seat, seat.engine)
         seat.due = seat.expiry = math.inf

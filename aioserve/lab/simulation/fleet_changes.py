@@ -44,7 +44,7 @@ class Chosen(Protocol):
 
     @property
     def shown(self) -> str:
-        """The name that tables have."""
+        """The name that tables show."""
 
     def check(self) -> None:
         """Raise `ConfigError` for a class that there is not, or options that it has not."""
@@ -58,7 +58,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def shown(self: Chosen) -> str:
-        """The name that tables have."""
+        """The name that tables show."""
         return self.name or short_name(self.spec)
 
 
@@ -97,7 +97,7 @@ class FleetRun(Protocol):
         """The replica gets no new requests."""
 
     def kill(self, seat: Seat) -> None:
-        """The replica restarts although it has requests."""
+        """Restart the replica although it has requests."""
 
     def come_back(self, seat: Seat) -> None:
         """The replica serves again, with nothing in its memory."""

@@ -174,7 +174,7 @@ class RequestOutcome:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it was served to its last token."""
+        """Whether the request was served to its last token."""
         return self.finish_reason in ("length", "stop")
 
 

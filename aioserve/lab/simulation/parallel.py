@@ -31,7 +31,7 @@ REQUESTS_WORTH_A_FLEET = 2000
 
 
 def choose_num_jobs(workloads: Sequence[Workload], num_configs: int) -> int:
-    """Processes that pay for so much work: at most one a core and one a run."""
+    """Return how many processes this work is worth: at most one per core and one per run."""
     num_runs = len(workloads) * num_configs
     num_requests = num_configs * sum(len(workload.requests) for workload in workloads)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -175,7 +175,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _serve(line: Connection) -> None:
-    """The life of a process."""
+    """Run what comes over the line, in a process of the pool, until the line closes."""
     Thread(target=_wait_for_end, daemon=True).start()
     while True:
         try:

@@ -50,7 +50,7 @@ _Ts = TypeVarTuple("_Ts")
 
 
 class VirtualClockEventLoop(asyncio.SelectorEventLoop):
-    """Starts at second 0. Use it as `asyncio.Runner(loop_factory=VirtualClockEventLoop)`."""
+    """A loop whose clock starts at 0: `asyncio.Runner(loop_factory=VirtualClockEventLoop)`."""
 
     # Of asyncio's own loop, since Python 3.4: what is to run now, and the heap of timers.
     _ready: deque[asyncio.Handle]

@@ -297,7 +297,7 @@ class SteppedEngine:
         return ends[count]
 
     def add_request(self, request: Request) -> None:
-        """Raises what the scheduler raises."""
+        """Add a request. Raises what the scheduler raises."""
         self._loop.add_request(request)
         self.unstarted.add(request.request_id)
 

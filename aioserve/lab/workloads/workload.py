@@ -61,7 +61,7 @@ class Deploy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Incidents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All incidents of a workload."""
+    """The failures, stragglers and deploys of a workload."""
 
     failures: tuple[Failure, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
@@ -403,7 +403,9 @@ class Workload(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, requests=tuple(kept), incidents=incidents)
 
     def conversations(self, min_turns: int) -> "Workload":
-        """Only conversations of `min_turns` turns or more. Raises `ConfigError` if none is left."""
+        """Return only the conversations of `min_turns` turns or more. Raises `ConfigError` if none
+        is left.
+        """
         turns = Counter(r.session for r in self.requests if r.session >= 0)
         kept: list[WorkloadRequest] = []
         places: dict[int, int] = {}

@@ -145,7 +145,7 @@ class _Work:
         )
 
     def fill(self, clock: Callable[[], float]) -> None:
-        """Until all seats are taken and all prompts computed, or it has taken too long."""
+        """Step until all seats are taken and all prompts computed, or it has taken too long."""
         began = clock()
         while clock() - began < MAX_FILL_SECONDS:
             self.come()

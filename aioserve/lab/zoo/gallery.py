@@ -449,7 +449,7 @@ def _table(results: Results, board: Sequence[Standing], cards: dict[str, Card]) 
 
 
 def anchor(name: str) -> str:
-    """Of the heading of a policy, as GitHub and the site's generator make it."""
+    """Return the anchor of a policy's heading, as GitHub and the site's generator make it."""
     return name.replace(".", "")
 
 

@@ -314,7 +314,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Results(msgspec.Struct, frozen=True):
-    """Entries by the policy's name."""
+    """The results of all policies on the standard workloads, by policy."""
 
     standard: str = VERSION
     digest: str = DIGEST
@@ -339,7 +339,7 @@ class Results(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, policies=policies)
 
     def with_entries(self, entries: dict[str, Entry]) -> "Results":
-        """With these in the place of those of the same names, sorted."""
+        """Return the results with these entries in the place of those of the same names, sorted."""
         return msgspec.structs.replace(
             self, policies=dict(sorted({**self.policies, **entries}.items()))
         )
@@ -380,7 +380,7 @@ def write_results(results: Results, path: Path = FILE) -> None:
 
 
 def code_digest(name: str) -> str:
-    """Of what a policy that ships decides by: its source, and the options of its configuration.
+    """Return a hash of what a shipped policy decides by: its source and its options.
     "": the policy does not ship.
     """
     entry_point = available_policies().get(name)
@@ -407,7 +407,7 @@ def bare_code(source: str) -> str:
 
 
 def stale(results: Results, names: list[str]) -> list[str]:
-    """Of these policies, those that have no results, or whose code is another by now."""
+    """Return those of the policies that have no results, or whose code has changed."""
     found = []
     for name in names:
         entry = results.policies.get(name)
@@ -556,7 +556,7 @@ def pair_p_value(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def values_of(entry: Entry, workload: str, row: Row) -> Values:
-    """Of each seed; of `overall`, the mean over the workloads."""
+    """Return the values by seed; those of `overall` are means over the workloads."""
     if workload != OVERALL:
         return entry.scores[workload].get(key(row), [math.nan])
     of_workloads = [values_of(entry, name, row) for name in WORKLOADS]

@@ -211,7 +211,7 @@ class LayerAttention(ABC):
 
 
 class Row(NamedTuple):
-    """One request of a step."""
+    """The place of one request among the packed tokens of a step."""
 
     begin: int  # of its packed tokens
     end: int

@@ -81,7 +81,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def append(self, row: int, token_ids: Sequence[int]) -> None:
-        """A row has said so much more."""
+        """Take in the next tokens of a row."""
 
     @abstractmethod
     def drop(self, row: int, *, is_finished: bool) -> None:
@@ -137,7 +137,7 @@ class LoadedDraft(Protocol):
 
     @property
     def state_bytes(self) -> int:
-        """For each token of the served model, besides K and V."""
+        """Bytes for each token of the served model, besides K and V."""
 
     @property
     def forward(self) -> Callable[[ModelInputs, LayerAttention], Tensor]:

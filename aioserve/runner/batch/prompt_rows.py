@@ -121,7 +121,7 @@ class _PooledPrompt:
     total: Tensor | None = None  # float32 [hidden], of the states so far, where all count
 
     def add(self, states: Tensor) -> None:
-        """The next [N, hidden] of its states."""
+        """Add the next states of the prompt, [N, hidden]."""
         own = states.sum(dim=0, dtype=torch.float32)
         self.total = own if self.total is None else self.total + own
 

@@ -102,7 +102,7 @@ LOG_EVERY = 10.0  # seconds between two lines about functions that fail
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Of softmax(logits), in nats: [S] of [S, V]."""
+    """Return the entropy of softmax(logits), in nats: [S] of [S, V]."""
     terms: Tensor = torch.special.entr(logits.softmax(dim=-1))
     return terms.sum(dim=-1)
 

@@ -293,7 +293,7 @@ class ResidentModel:
     """A model and its memory. Without weights it has no `executor`, and no step is handed over."""
 
     def __init__(self, config: EngineConfig, info: ModelInfo, make: Make) -> None:
-        """Loads it by `make`, which raises `ConfigError`."""
+        """Load the model by `make`, which raises `ConfigError`."""
         self._config, self.info, self._make = config, info, make
         self.executor: StepExecutor | None = make(config, info)
         self._made_cache = config.cache

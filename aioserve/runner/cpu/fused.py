@@ -226,7 +226,7 @@ class _Sums:
         self.add_up = AddUp(add_up)
 
     def check(self) -> None:
-        """Raise what a sum has raised."""
+        """Raise the error that a sum over ranks has raised."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error

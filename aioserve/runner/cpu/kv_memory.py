@@ -75,7 +75,7 @@ class KVMemory:
     """
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, block_size: int) -> None:
-        """Raises `ConfigError` if the system does not promise so much memory."""
+        """Raises `ConfigError` if the system does not promise the memory of `num_blocks` blocks."""
         self.num_blocks = num_blocks
         self.num_committed_blocks = 0
         shapes = [
@@ -188,7 +188,7 @@ class AttentionBackend(LayerAttention):
         block_size: int,
         windows: WindowLayers | None = None,
     ) -> None:
-        """With `windows`, those layers have a pool of their own, and steps say where in it."""
+        """Make the tensors; with `windows`, those layers have a pool of their own."""
         own = frozenset[int]() if windows is None else windows.layers
         others = [layer for layer in range(len(spec.layers)) if layer not in own]
         # `prepare` trusts that the blocks of its step are committed

@@ -159,7 +159,7 @@ class ComputeThreads:
             self._begin_period(now)
 
     def close(self) -> None:
-        """Close what is open. Idempotent."""
+        """Close the files that are open. Idempotent."""
         while self._files:
             os.close(self._files.pop())
 

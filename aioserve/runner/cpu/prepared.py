@@ -342,8 +342,8 @@ def _user_cache() -> Path:
 
 
 def _identities(path: Path) -> list[Any]:
-    """Of the files of a model. What is written to a file moves its `st_ctime`, which no program can
-    set: so a file whose numbers are the same has the same content.
+    """Return what identifies the files of a model. What is written to a file moves its `st_ctime`,
+    which no program can set: so a file whose numbers are the same has the same content.
     """
     files = [path] if path.is_file() else sorted(it for it in path.iterdir() if it.is_file())
     return [(str(file.resolve()), *_identity(file)) for file in files]

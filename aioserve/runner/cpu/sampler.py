@@ -161,7 +161,7 @@ def _choose_randomly(logits: Tensor, inputs: SamplingInputs) -> IntArray:
 def _draw_from_all(
     logits: Tensor, keys: sampling_columns.Words, floor: Tensor, inputs: SamplingInputs
 ) -> IntArray:
-    """Draw from the whole vocabulary."""
+    """Draw a token for each row from the whole vocabulary."""
     logits = logits.masked_fill_(logits < floor[:, None], float("-inf"))
     vocabulary = np.arange(logits.shape[1], dtype=np.uint32)
     step = max(1, NOISE_ELEMENTS // logits.shape[1])

@@ -121,7 +121,7 @@ class Experts(ABC):
 
 
 class Mixture(Protocol):
-    """Experts whose router is another's."""
+    """A mixture of experts that is given the routes by another module."""
 
     @property
     def products(self) -> Sequence[Linear]:

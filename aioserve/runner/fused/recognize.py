@@ -47,7 +47,7 @@ def expect(module: nn.Module, names: set[str], all_or_none: Collection[str] = ()
 
 
 def child(module: nn.Module, name: str, kind: type[Any]) -> Any:
-    """That of this name and kind. Raises `NotFusedError`."""
+    """Return the child of this name and kind. Raises `NotFusedError`."""
     found = getattr(module, name, None)
     if type(found) is not kind:  # a subclass may scale, quantize or adapt
         raise NotFusedError(f"{type(module).__name__}.{name} is no {kind.__name__}")

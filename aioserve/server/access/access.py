@@ -33,7 +33,9 @@ PASSWORD = "AIOSERVE_SSL_KEYFILE_PASSWORD"  # noqa: S105 - the name of a variabl
 
 
 def make_context(settings: AccessConfig) -> ssl.SSLContext | None:
-    """None if there is no certificate: then connections are plain. Raises `ConfigError`."""
+    """Return the TLS settings; None without a certificate: then connections are plain. Raises
+    `ConfigError`.
+    """
     if settings.ssl_certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -155,7 +155,7 @@ SETTLE_SECONDS = 0.01
 
 
 class Connections:
-    """All of one process, whatever they listen on."""
+    """All connections of one process, whatever they listen on."""
 
     def __init__(self, settings: AccessConfig, most: int, refusals: Refusals) -> None:
         """`most` are open at once; `refusals` counts what is refused here."""
@@ -244,7 +244,7 @@ class Handshake:
     is_idle = True
 
     def __init__(self, sock: socket.socket) -> None:
-        """On an accepted socket, which stays its owner's."""
+        """Make a handshake on an accepted socket, which stays its owner's."""
         self._socket = sock
         self.is_dropped = False
 
@@ -255,7 +255,7 @@ class Handshake:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def check(self, now: float) -> None:
-        """Its time is the loop's to look at."""
+        """Do nothing: the loop looks at the time of a handshake."""
 
 
 class Connection(web.RequestHandler):
@@ -284,7 +284,7 @@ class Connection(web.RequestHandler):
     def __init__(
         self, connections: Connections, server: web.Server, handshake: Handshake | None = None
     ) -> None:
-        """It takes the place of its handshake, if there was one."""
+        """Make a connection, which takes the place of its handshake, if there was one."""
         settings = connections.settings
         super().__init__(
             server,
@@ -357,7 +357,7 @@ class Connection(web.RequestHandler):
         self._head_since = None
 
     async def finish_response(self, *args: Any, **options: Any) -> tuple[web.StreamResponse, bool]:
-        """As aiohttp's: the last that is done for a request."""
+        """Finish a response as aiohttp does: it is the last that is done for a request."""
         try:
             result = await super().finish_response(*args, **options)
             if self._is_refused:
@@ -375,7 +375,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """As aiohttp's, which logs a traceback and answers in plain text, where it is our fault."""
+        """Answer an error as aiohttp does, with a traceback in the log, where it is our fault."""
         if isinstance(exc, ConnectionError):
             raise exc  # the client has gone: it cannot be told
         if not isinstance(exc, HttpProcessingError):

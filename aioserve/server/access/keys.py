@@ -233,8 +233,9 @@ class _Account:
         self.left = float(self._size)
 
     def fill(self, size: int, now: float) -> None:
-        """To what there is now; a larger size than before comes with as many tokens more, of a
-        smaller one as large a part is there, or owed: 0 is without a limit, and owes nothing.
+        """Fill the bucket to what there is now; a larger size than before comes with as many tokens
+        more, of a smaller one as large a part is there, or owed: 0 is without a limit, and owes
+        nothing.
         """
         self.left = min(self.left + (now - self._filled_at) * self._size / 60, self._size)
         if size < self._size:
@@ -256,7 +257,7 @@ class _Account:
             self.left -= num_tokens
 
     def _lease_of(self, request_id: str) -> _Lease | None:
-        """Of the request whose id it is, or that of one of its prompts, or of their samples."""
+        """Return the lease of the request of this id, or of one of its prompts or samples."""
         for _ in range(3):
             if (lease := self.leases.get(request_id)) is not None or not request_id:
                 return lease
@@ -269,8 +270,8 @@ class _Account:
             self.left = min(self.left + num_tokens, self._size)
 
     def seconds_until(self, num_tokens: int) -> float:
-        """Until the bucket holds `num_tokens`, if nothing is given back before; 0: until it is in
-        debt no more.
+        """Return seconds until the bucket holds `num_tokens`, if nothing is given back before; 0:
+        until it is in debt no more.
         """
         return (num_tokens - self.left) * 60 / self._size
 

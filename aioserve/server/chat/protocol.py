@@ -1,7 +1,7 @@
 """The wire structs of chat completions: tools, messages, replies and the pieces of a stream.
 
-Requests refuse unknown fields, as all do. Last, messages as chat templates know them. Knows nothing
-about HTTP.
+Requests refuse unknown fields, as on all routes. At the end of the file, messages become those that
+chat templates know. Knows nothing about HTTP.
 """
 
 from collections.abc import Iterator, Sequence
@@ -71,7 +71,7 @@ class ContentPart(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class FunctionCall(RequestPart, kw_only=True, omit_defaults=True):
-    """What is called, and with what."""
+    """The name of the called function, and its arguments."""
 
     name: str
     arguments: str  # a JSON object, as text

@@ -156,7 +156,7 @@ def sampling_params(
     defaults: SamplingDefaults = NO_DEFAULTS,
     default_max_tokens: int | None = None,
 ) -> SamplingParams:
-    """As `GenerationRequest.sampling_params`, from the names that chat uses."""
+    """Return `GenerationRequest.sampling_params`, from the names that chat uses."""
     make = partial(
         body.sampling_params,
         logprobs=_logprobs(body),

@@ -26,7 +26,7 @@ FIRST_TOKEN = 0.09
 
 
 class Held:
-    """A request at a replica."""
+    """A request that a replica serves, and when it ends."""
 
     __slots__ = ("ends_at", "request")
 
@@ -46,7 +46,7 @@ class ScaledReplica:
 
     @property
     def num_requests(self) -> int:
-        """Requests that run or wait."""
+        """How many requests run or wait at the replica."""
         return len(self.running) + len(self.queue)
 
     def tick(self, now: float) -> list[tuple[RoutedRequest, float]]:
@@ -64,7 +64,7 @@ class ScaledReplica:
         return started
 
     def report(self) -> ReplicaReport:
-        """Return what it says of itself."""
+        """Return the report of the replica."""
         held = sum(each.request.num_tokens for each in self.running)
         return ReplicaReport(
             num_running=len(self.running),
@@ -215,7 +215,7 @@ class ScaledToyFleet:
         self._reports[replica.name] = deque(maxlen=self.plan.delay + 1)
 
     def _die(self, replica: ScaledReplica) -> None:
-        """Its requests are sent again."""
+        """Remove a replica, and send its requests again."""
         self._serving.remove(replica)
         for request in [*(held.request for held in replica.running), *replica.queue]:
             self._send(request)

@@ -130,7 +130,7 @@ class FormatContract:
         subject.for_all(examples(subject.format), check)
 
     def test_the_format_can_write_most_replies(self, subject: FormatSubject) -> None:
-        """Else the test above would show little."""
+        """Check that `write` covers most replies: else the other tests would show little."""
         written_ones = [len(text) for _, text in fixed_examples(subject.format)]
         if len(written_ones) < 4:
             raise FormatViolation(
@@ -300,7 +300,7 @@ def _check_cut(kind: type[ReplyFormat], cut: Read, whole: Read, text: str) -> No
 
 
 def _calls(events: Sequence[Event]) -> list[tuple[tuple[str, str | None], str]]:
-    """Return names, ids and arguments."""
+    """Return the calls among the events, each as its name, id and arguments."""
     calls: list[tuple[tuple[str, str | None], str]] = []
     for event in events:
         if isinstance(event, Call):

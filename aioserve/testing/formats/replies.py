@@ -58,7 +58,7 @@ def values(kind: str) -> st.SearchStrategy[Any]:
 
 @st.composite
 def functions_with_calls(draw: st.DrawFn) -> tuple[list[Function], list[SaidCall]]:
-    """Tools, and calls of them."""
+    """Draw tools, and calls of them."""
     functions, calls = [], []
     for name in draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True)):
         keys = draw(st.lists(st.sampled_from(KEYS), max_size=4, unique=True))

@@ -58,7 +58,7 @@ MAX_SHOWN = 400  # characters of a text in a message
 
 
 class Read(NamedTuple):
-    """The reading of a text."""
+    """The events that a format has read in a text."""
 
     events: list[Event]  # neighbours of one kind as one
     num_malformed: int
@@ -146,7 +146,7 @@ def violation(kind: type[ReplyFormat], what: str, text: str) -> FormatViolation:
 
 
 def shown(events: Sequence[Event]) -> str:
-    """Events in a line."""
+    """Return the events in words, in a line."""
     return _cut(", ".join(map(repr, events)) or "nothing")
 
 
@@ -383,7 +383,7 @@ class Bound:
 
     @property
     def literal(self) -> Literal:
-        """How its grammars write a text."""
+        """The form in which the format's grammars write a text."""
         return literal_with(self.special)
 
     def check(self, lark: str, reply: Reply, *, is_allowed: bool) -> None:

@@ -37,7 +37,7 @@ OUTPUT_TOKENS = 40  # of each reply
 
 
 class Served:
-    """A request at a replica."""
+    """A request that a replica serves, and how much of it is left."""
 
     __slots__ = ("assignment", "ends_at", "num_moves", "remaining", "request", "started_at")
 
@@ -63,11 +63,11 @@ class ToyReplica:
 
     @property
     def num_requests(self) -> int:
-        """Requests that run or wait."""
+        """How many requests run or wait at the replica."""
         return len(self.running) + len(self.queue)
 
     def seat(self, now: float) -> Iterator[KVEvent]:
-        """Give free seats to requests that wait; what the cache says of it."""
+        """Give free seats to requests that wait, and yield the events of the cache."""
         while self.queue and len(self.running) < NUM_SEATS:
             served = self.queue.popleft()
             request = served.request
@@ -87,7 +87,7 @@ class ToyReplica:
             yield from self._hold(hashes)
 
     def report(self) -> ReplicaReport:
-        """Return what it says of itself."""
+        """Return the report of the replica."""
         num_tokens = sum(served.request.num_tokens for served in self.running)
         return ReplicaReport(
             num_running=len(self.running),

@@ -73,7 +73,7 @@ def test_a_request_waits_for_the_last_of_several_others_and_its_pause() -> None:
 
 
 def illustrated(arrival: float, image: int, text: int = 100) -> WorkloadRequest:
-    """A picture of that name, 80 tokens large, before so many tokens of a text of its own."""
+    """A picture of that name, 80 tokens large, before the tokens of a text of its own."""
     pieces = (Piece(image, 80, is_image=True), Piece(int(1000 * arrival) + 7, text))
     return WorkloadRequest(arrival, pieces, 2)
 

@@ -74,7 +74,7 @@ class Machine:
         waiting_between: float = 0.0,
         idle_between: float | None = None,
     ) -> None:
-        """Steps, one after the other. So many threads wait and so many cores idle in them, and
+        """Steps, one after the other. Threads wait and cores idle in them, and
         between them: there, those of the compute threads as well, if nothing else is said.
         """
         end = self.now + seconds
@@ -105,7 +105,7 @@ class Machine:
 
 @pytest.fixture
 def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machine]:
-    """Of so many cores; two if nobody says."""
+    """A machine of two cores, or of the number given."""
     machine = Machine(tmp_path, getattr(request, "param", 2))
     yield machine
     machine.close()

@@ -115,7 +115,7 @@ def test_weights_that_are_not_numbers_are_served_unfused_and_the_log_says_why(
 
 
 class Moody(nn.SiLU):
-    """Raises where its input has so many dimensions, and hidden layers have three."""
+    """Raises where its input has this number of dimensions; hidden layers have three."""
 
     dimensions = 0
 

@@ -165,7 +165,7 @@ async def test_why_it_stopped_is_told_in_anthropics_words(start_server, stream):
         told = dict(answer.named_events())["message_delta"]["delta"] if stream else answer.json()
         return told["stop_reason"], told["stop_sequence"]
 
-    # the simulated model ends its reply by itself after so many tokens
+    # the simulated model ends its reply by itself after some tokens
     async with start_server(runner={"simulated_output_tokens": 9}) as server:
         assert await stop(max_tokens=20) == ("end_turn", None)
         assert await stop(max_tokens=5) == ("max_tokens", None)

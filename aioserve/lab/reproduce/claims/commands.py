@@ -109,7 +109,7 @@ python -m aioserve reproduce all --markdown docs/reproductions.md   # this page
 
 
 def number(value: float) -> str:
-    """With three digits, and without an exponent."""
+    """Return the number with three digits, and without an exponent."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

@@ -31,7 +31,7 @@ class Job(NamedTuple):
 
     @property
     def area(self) -> int:
-        """Tokens that it holds, summed over its rounds."""
+        """Tokens that the request holds, summed over its rounds."""
         return self.prompt * self.output + self.output * (self.output - 1) // 2
 
 

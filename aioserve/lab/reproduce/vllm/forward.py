@@ -23,7 +23,7 @@ PACKAGE = "aiconfigurator_core"
 CARD, ENGINE, VERSION = "h100_sxm", "vllm", "0.24.0"  # the oldest version that was measured whole
 #: KV heads of a card up to which attention of decodes was measured.
 MOST_KV_HEADS = 8
-#: Estimates are kept by prompts, tokens and rows, and by context in pieces of so many tokens.
+#: Estimates are kept by prompts, tokens and rows, and by context in pieces of 64 tokens.
 PIECE = 64
 
 _COMMON = {
@@ -127,8 +127,9 @@ class ForwardTimes(StepTimeSource):
     def _estimate(
         self, prompts: int, num_tokens: int, before: int, num_rows: int, context: int
     ) -> float:
-        """Return milliseconds. With more KV heads than were measured, attention is that of as many
-        as were, with the context so many times longer: the same bytes are read.
+        """Return milliseconds. With more KV heads than were measured, attention is that of the
+        largest measured number at a context that is longer by the same factor, so that as many
+        bytes are read.
         """
         if num_tokens and not prompts:
             prompts = 1  # draft tokens, which rows verify

@@ -75,12 +75,12 @@ class SharedPrefix(msgspec.Struct, frozen=True):
 
     @property
     def num_users(self) -> int:
-        """The users of all groups."""
+        """How many users all groups have together."""
         return self.num_unique_system_prompts * self.num_users_per_system_prompt
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """So many requests a second, for so many seconds."""
+    """A stretch of a run in which requests arrive at one rate."""
 
     rate: float
     duration: float
@@ -105,7 +105,7 @@ class Experiment(msgspec.Struct, frozen=True):
 
     @property
     def is_given(self) -> bool:
-        """Whether its outcome is there."""
+        """Whether the measured outcome is among the published files."""
         return self.measured == "given"
 
 

@@ -48,7 +48,7 @@ class RunError(msgspec.Struct, frozen=True):
 
     @property
     def mean(self) -> float:
-        """The error of the mean."""
+        """The relative error of the predicted mean: 0.1 is 10% too long."""
         return self.predicted_s / self.measured_s - 1
 
 
