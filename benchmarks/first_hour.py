@@ -149,7 +149,8 @@ def serve(hour: Hour) -> str:
 
 def chat(hour: Hour) -> str:
     """Ask SmolLM2 each question twenty times, sampled as for a client that states nothing."""
-    seconds, found = [], []
+    seconds: list[float] = []
+    found: list[tuple[str, bool, bool]] = []
     for asked in ([*QUESTIONS.items()] * TIMES, []):  # the second start finds what the first kept
         words = ("make", "serve", "MODEL=smollm2", f"ARGS=--port {hour.port}")
         with hour.serving(*words) as ready, ThreadPoolExecutor(16) as pool:
@@ -161,7 +162,7 @@ def chat(hour: Hour) -> str:
         right, cut = map(sum, zip(*own, strict=True))
         print(f"{question:50} {right:11} {cut:8}")
     print()
-    right, cut = (sum(row[i] for row in found) for i in (1, 2))
+    right, cut = sum(row[1] for row in found), sum(row[2] for row in found)
     told = f"ready after {seconds[0]:.1f} s with its download, then {seconds[1]:.1f} s"
     return f"{told}; {right} of {len(found)} answers right, {cut} cut by their limit"
 

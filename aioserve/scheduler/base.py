@@ -23,8 +23,6 @@ from aioserve.errors import (
 )
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import (
-    CACHE_SECONDS,
-    MAX_CACHE_SECONDS,
     PREDICTED_OUTPUT_TOKENS,
     ROW_VALUES,
     SLO_CLASS,
@@ -163,11 +161,8 @@ class BaseScheduler(SchedulerInterface):
             chunk=config.encoder_chunk_tokens,
         )
         self._limits = make_limits(config.max_loras, encoder, kv_cache.pool)
-        num_blocks = kv_cache.pool.num_blocks
-        self._lease_limits = LeaseLimits(
-            int(config.max_leased_share * num_blocks),
-            int(config.max_client_leased_share * num_blocks),
-        )
+        shares = config.max_leased_share, config.max_client_leased_share
+        self._lease_limits = LeaseLimits(*(int(s * kv_cache.pool.num_blocks) for s in shares))
         kv_cache.limit(self._limits, self._lease_limits)
         self._step_time: OnlineStepTime | None = None
         if self.uses_step_time or kv_cache.wants_prices:
@@ -657,16 +652,8 @@ class BaseScheduler(SchedulerInterface):
         return tuple(hook for hook, is_wanted in hooks.items() if is_wanted)
 
     def _lease_to_client(self, request: Request, reason: str) -> None:
-        """Keep the prefix of a request that has its reply for as long as its client asks for."""
-        if not request.hints or reason not in ("stop", "length"):
-            return
-        if (seconds := hinted_number(request, CACHE_SECONDS, 0.0)) > 0:
-            self.kv_cache.leases.pin_for_client(
-                request.conversation,
-                self.kv_cache.get_computed_blocks(request),
-                self.clock() + min(seconds, MAX_CACHE_SECONDS),
-                request.spec.key_name,
-            )
+        if request.hints and reason in ("stop", "length"):
+            self.kv_cache.lease_to_client(request, self.clock())
 
     def _tell_ends(self, ended: list[Request]) -> None:
         """Tell of requests that ended since the last step; the next step tells of later ends."""

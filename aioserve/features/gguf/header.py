@@ -60,7 +60,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Reader:
-    """Reads the header of a GGUF file from its beginning to its end, once."""
+    """A reader of the header of a GGUF file, from its beginning to its end, once."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path

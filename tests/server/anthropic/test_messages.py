@@ -603,7 +603,7 @@ async def test_a_ttl_keeps_the_prefix_while_others_fill_the_cache_and_usage_tell
             model="embedded", messages=[TURN], system=kept(ttl)
         )
         created = counted.input_tokens // 16 * 16
-        assert created > 300
+        assert created >= 96
         assert usage.cache_creation_input_tokens == created
         assert getattr(usage.cache_creation, name) == created
         assert sum(usage.cache_creation.model_dump().values()) == created
@@ -629,7 +629,8 @@ async def test_without_a_ttl_nothing_is_kept(start_server):
 async def test_a_ttl_that_is_no_time_of_up_to_an_hour_is_refused_with_its_place(start_server, ttl):
     import anthropic
 
-    async with start_server() as server, client_of(server.url) as client:
+    parser = {"tool_call_parser": "hermes"}
+    async with start_server(server=parser) as server, client_of(server.url) as client:
         control = kept(ttl)[0]["cache_control"]
         result = {"type": "tool_result", "tool_use_id": "t", "content": kept(ttl)}
         for change, place in (
