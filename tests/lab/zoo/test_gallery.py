@@ -57,7 +57,7 @@ def test_who_can_state_lengths_is_shown_policies_that_need_none_as_well() -> Non
     [with_lengths] = re.findall(r"^\| 5\. .*", page, re.MULTILINE)
     named = re.findall(r"`([\w.]+)` (\d+)%", with_lengths)
     assert named[0][0] == "deadline"
-    assert {"zoo.srpt", "zoo.svf"} <= {name for name, _ in named}
+    assert {"zoo.gittins", "zoo.svf"} <= {name for name, _ in named}
 
 
 def luminance(colour: str) -> float:

@@ -105,3 +105,24 @@ def test_a_large_volume_has_its_turn_in_svf_once_it_has_waited() -> None:
     add(harness, "late", 5)
     harness.run_until_idle()
     assert first_served(harness) == ["small", "large", "late"]
+
+
+def test_gittins_tries_the_group_first_whose_replies_may_end_soon() -> None:
+    """Replies of `coin` have 2 tokens or 60, and those of `sure` 24: by the mean (31 to 24) `sure`
+    were first, and by the chance to end at little cost `coin` is.
+    """
+
+    def order(policy: str) -> list[str]:
+        harness = harness_of(policy, max_num_seqs=1, options={"ageing": 0.0})
+        for i in range(12):
+            for user, reply in (("coin", (2, 60)[i % 2]), ("sure", 24)):
+                harness.add_request(f"{user}{i}", [1] * 4, max_tokens=reply, user=user)
+                harness.run_until_idle()
+        harness.add_request("seat", [3] * 4, max_tokens=4, user="x")
+        harness.step()
+        for user in ("sure", "coin"):
+            harness.add_request(user, [2] * 4, max_tokens=60, user=user)
+        harness.run_until_idle()
+        return [name for name in first_served(harness) if name in ("sure", "coin")]
+
+    assert order("gittins") == ["coin", "sure"]
