@@ -124,7 +124,8 @@ export class WhatIf {
       const value = { policy, options: this.options(), seconds, requests };
       this.say(`Recording until ${plural(requests, "request")} came, for ${duration(1e3 * seconds)} at most. “Send sixty requests” makes some.`);
       const trial = await post("admin/try_policy", value, this.trying.signal);
-      this.say(`${plural(trial.requests, "request")}, under both policies: the comparison is below. What it says of these very requests is exact in the simulation. ${trial.missing
+      const said = trial.table.split("\n").find((line) => line.startsWith("On these ")) ?? "";
+      this.say(`${said} That is exact in the simulation of these ${plural(trial.requests, "request")}; the comparison is below. ${trial.missing
         ? `Whether it holds for other traffic is open: intervals need ${plural(trial.missing, "request")} more.`
         : "Whether it holds for other traffic is in the intervals: better and worse are said where one leaves out zero."}`);
       byId("report-link").href = byId("report-frame").src = trial.report;

@@ -26,6 +26,7 @@ from aioserve.lab.comparison.words import (
     columns,
     group_tables,
     headline,
+    on_these_requests,
     other_differences,
     pair_summary,
     remarks,
@@ -42,6 +43,7 @@ def render_html(document: Document) -> str:
     """Return the page; words and table rows are those of the terminal."""
     data = {
         "headline": headline(document),
+        "these": [] if "sweep" in document else on_these_requests(document),
         "remarks": [
             *document["machines"],
             *([] if "sweep" in document else other_differences(document)),

@@ -134,8 +134,8 @@ def _about_one_seed(document: Document) -> str:
         )
     instead = "Take a longer trace, or one with pauses." if is_trace else "Take several seeds."
     return (
-        f"{none}the time of a request depends on so many before it that the run has fewer than "
-        f"{MIN_BLOCKS} independent stretches. {instead}"
+        f"{none}the time of a request depends on so many requests before it that the run has fewer "
+        f"than {MIN_BLOCKS} independent stretches. {instead}"
     )
 
 
@@ -161,12 +161,14 @@ def _about_recorded(document: Document) -> str:
 
 
 def _about_service(document: Document) -> str:
-    said = "Service is 1 for a token of a prompt and 2 for one of a reply"
+    said = "Service counts 1 for a token of a prompt and 2 for a token of a reply"
     if document["weights_stated_by"]:
         said += f", divided by the weights that {_stated_weights(document)}"
     bounds = [result["service_bound"] for result in document["results"]]
     if bounds[0] is not None and not document["weights_stated_by"]:
-        said += f"; VTC promises at most {bounds[0]:,.0f} apart with this KV cache"
+        said += (
+            f"; with this KV cache, VTC keeps waiting clients within {bounds[0]:,.0f} of each other"
+        )
     return f"{said}."
 
 

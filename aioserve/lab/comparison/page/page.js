@@ -22,6 +22,7 @@ function header() {
     : results.length > 1 ? `${results.slice(1).map((r) => r.name).join(" and ")} against ${results[0].name}` : results[0].name;
   page.append(element("h1", {}, names), element("p", { class: "faint" }, data.headline));
   if (data.slo) page.append(element("p", { class: "faint" }, data.slo));
+  page.append(...data.these.map((line) => element("p", { class: "these" }, line)));
   if (data.remarks.length)
     page.append(element("ul", { class: "remarks" }, ...data.remarks.map((r) => element("li", {}, r))));
 }
@@ -155,7 +156,7 @@ function curves() {
       name: r.name, color: color(i), x: r.distributions[key], y: r.distributions[key].map((_, k) => r.distributions.shares[k]),
     })),
   });
-  section("How long requests wait", "Share of requests, or of gaps, that took at most so long: further left is faster. Time is logarithmic, and the last tenth of the requests is stretched.",
+  section("How long requests wait", "Share of requests, or of gaps, that took at most this time: further left is faster. Time is logarithmic, and the last tenth of the requests is stretched.",
     configs(), grid("", [
       plot("Time to first token", "ttft", "from arrival to the first token"),
       plot("Inter-token latency", "gaps", "from one token to the next"),
