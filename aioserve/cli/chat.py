@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
-import yaml
 
 from aioserve.client import AsyncClient
+from aioserve.config.load import parse_option
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError, RequestError, did_you_mean
 from aioserve.outputs import FinishReason
 from aioserve.params import NO_DEFAULTS, RANGES, SamplingDefaults, SamplingParams
@@ -474,10 +474,7 @@ async def _policy(conversation: Conversation, rest: str) -> str:
         option, equals, value = word.partition("=")
         if not equals:
             raise RequestError(f"expected OPTION=VALUE, got {word!r}")
-        try:
-            options[option] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            options[option] = value
+        options[option] = parse_option(value)
     try:
         before, _ = await conversation.client.switch_policy(name, options)
     except RequestError as error:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.support.files import read_yaml
+from aioserve.support.files import parse_yaml, read_yaml
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -35,7 +35,7 @@ def read_sections(path: Path) -> dict[str, Any]:
 def set_value(tree: dict[str, Any], dotted: str, value: Any) -> None:
     """Set the value at the path `dotted`, such as `a.b.c`, in nested dicts."""
     if isinstance(value, str) and dotted.startswith(OPTIONS):
-        value = _parse_option(value)  # the types are not known here
+        value = parse_option(value)  # the types are not known here
     *parents, leaf = dotted.split(".")
     for name in parents:
         child = tree.setdefault(name, {})
@@ -45,13 +45,15 @@ def set_value(tree: dict[str, Any], dotted: str, value: Any) -> None:
     tree[leaf] = value
 
 
-def _parse_option(text: str) -> Any:
-    """Read `64`, `true`, `[1, 2]` or `{a: b}` as YAML would; anything else is itself."""
-    import yaml
+def parse_option(text: str) -> Any:
+    """Return `64`, `1e-3`, `true`, `[1, 2]` or `{a: b}` as YAML reads it; any other text is
+    itself.
+    """
+    from yaml import YAMLError
 
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml(text)
+    except (YAMLError, ValueError):  # the latter for an impossible date
         return text
 
 

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,9 +30,8 @@ def read_yaml(path: Path, what: str) -> Any:
     """
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), loader)  # noqa: S506 - a safe one
+        return parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
@@ -44,6 +44,27 @@ def read_yaml(path: Path, what: str) -> Any:
         raise ConfigError(f"{what} {path}: not valid YAML: {' '.join(why.split())}") from error
     except Exception as error:  # whatever an impossible date or too many brackets provoke
         raise ConfigError(f"{what} {path}: not valid YAML: {one_line(error)}") from error
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the text of YAML as plain data, `1e-3` as a number, as it is in JSON and YAML 1.2.
+    Raises `YAMLError` of PyYAML, and `ValueError` for an impossible date.
+    """
+    import yaml
+
+    return yaml.load(text, _loader())  # noqa: S506 - a safe one
+
+
+@lru_cache(maxsize=1)
+def _loader() -> Any:
+    import yaml
+
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        """The safe loader of YAML 1.1, to which a number with an exponent needs no point."""
+
+    number = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    return Loader
 
 
 def read_struct(path: Path, what: str, kind: type[T]) -> T:

@@ -31,6 +31,18 @@ _KINDS = {
     "null": "nothing",
 }
 _ITEMS = {"int": "whole numbers", "float": "numbers", "str": "texts", "array": "lists"}
+# Of msgspec's messages, also of those on the names in a mapping: a text was wanted, and what came.
+_NO_TEXT = re.compile(r"Expected `(?:\w+ \| )*str(?: \| \w+)*`, got `(?P<kind>\w+)`")
+_NUMBER = "a text that looks like a number as a number, unless it is in quotes"
+_DATE = "a text that looks like a date as a date, unless it is in quotes"
+#: What YAML makes of some texts, by what msgspec calls that.
+_UNQUOTED = {
+    "int": _NUMBER,
+    "float": _NUMBER,
+    "bool": "yes, no, on, off, true and false as true or false, unless they are in quotes",
+    "date": _DATE,
+    "datetime": _DATE,
+}
 _BOUNDS = {"<=": "of at most", ">=": "of at least", "<": "below", ">": "above"}
 MOST = 20  # mistakes of one file, each in a line
 
@@ -50,9 +62,9 @@ def mistakes(
 
 def explain(error: msgspec.ValidationError, kind: type) -> str:
     """Return the message of an error in converting to `kind`, with the name that was probably
-    meant.
+    meant, and with how to write a text that YAML has read as something else.
     """
-    text = str(error)
+    text = str(error) + _in_quotes(error)
     if match := _UNKNOWN.match(text):
         known = [name for t in _types_at(kind, match["path"]) for name in _field_names(t)]
         return text + (_elsewhere(match["name"], kind) or did_you_mean(match["name"], known))
@@ -77,7 +89,7 @@ def misfit(error: msgspec.ValidationError, given: Any, kind: type) -> tuple[str,
         except (KeyError, IndexError, TypeError, ValueError):  # `...` stands for a name
             break
     where = ".".join(name for name, _ in steps if name)
-    near = ""
+    near = _in_quotes(error)
     if match.re is _NO_CHOICE:
         choices = [*_choices(kind, match["path"])]
         expected = f"one of {', '.join(choices)}"
@@ -91,6 +103,13 @@ def misfit(error: msgspec.ValidationError, given: Any, kind: type) -> tuple[str,
         elif match["pattern"]:
             expected += f" that matches {match['pattern']}"
     return where, f"expected {expected}, got {value!r}{near}"
+
+
+def _in_quotes(error: msgspec.ValidationError) -> str:
+    """Return what YAML reads as no text, if a text was wanted and that came in its place."""
+    match = _NO_TEXT.match(str(error))
+    read = _UNQUOTED.get(match["kind"]) if match else None
+    return f"; YAML reads {read}" if read else ""
 
 
 def expected(error: msgspec.ValidationError) -> str:
