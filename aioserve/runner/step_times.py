@@ -63,6 +63,8 @@ class StepTimeSource(ABC):
     error: str = ""
     #: What is simulated, as a card and a model: for heads of reports.
     machine: str = ""
+    #: Where `host_ms` of its rates comes from, for heads of reports; "" where settings state it.
+    host: str = ""
     #: Watts that it draws while a step runs, and between steps; None: the source knows none.
     watts: tuple[float, float] | None = None
     #: The share by which a step may be shorter than one with less work, as measured times are that
@@ -187,6 +189,13 @@ def make_step_times(profile: str, given: dict[str, Any]) -> StepTimeSource:
     name, by file or by module; the options `given` are laid over those of the file. Raises
     `ConfigError` that says what is wrong.
     """
+    made = _make_step_times(profile, given)
+    if "host_ms" in given:
+        made.host = ""
+    return made
+
+
+def _make_step_times(profile: str, given: dict[str, Any]) -> StepTimeSource:
     path = find_profile(profile)
     if path is None:
         if _is_name(profile) and profile not in available_step_times():
@@ -243,7 +252,8 @@ def machine_in_words(config: SimulatorConfig) -> str:
     times, usual = step_times(config), SimulatorConfig()
     host = times.rates.host_ms
     if times.machine:
-        also = f", and {host:g} ms of the engine's host" if host else ""
+        also = f", and {host:g} ms of the engine's host" if host or times.host else ""
+        also += f" ({times.host})" if times.host else ""
         words = f"Steps take what they take on {times.machine}{also}: {times.source}"
     elif config.profile != usual.profile:
         words = f"Steps take what profile {config.profile} says"

@@ -185,6 +185,30 @@ def test_a_card_has_the_host_of_its_engine_unless_it_is_stated(
     assert host_of("trtllm", "1.2", 4) == (0.0, "no run of trtllm 1.2 has been compared")
 
 
+def test_errors_of_one_engine_are_not_stated_of_another(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["compare", "fcfs", "--workload", "mixed", "--limit", "5", "--seeds", "1"]
+    other = "h200-llama-3.1-70b-fp8-trtllm"
+    assert main([*words, "--card", other]) == 0
+    said = capsys.readouterr().out
+    assert "known of vLLM alone: no run of TensorRT-LLM has been compared" in said
+    assert "So predicted" not in said
+    assert "0 ms of the engine's host (no run of trtllm" in said
+    assert main([*words, "--card", other, "--set", "runner.step_host_ms=2"]) == 0
+    assert "and 2 ms of the engine's host: measured" in capsys.readouterr().out
+
+
+def test_the_head_says_on_what_the_host_of_a_card_was_fitted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["compare", "fcfs", "--workload", "mixed", "--limit", "5", "--seeds", "1"]
+    assert main([*words, "--card", "h100x4-llama-3.1-70b-fp8"]) == 0
+    said = capsys.readouterr().out
+    assert "1.4 ms of the engine's host (fitted to six runs of vLLM 0.15 on H100 cards" in said
+    assert "So predicted" in said
+
+
 def test_no_run_was_compared_with_tables_of_another_source() -> None:
     assert TableStepTimes(SMALL).errors_of_runs() == ""
     assert "on this card" not in errors_of_runs("operator tables x", "RTX4090-Llama")

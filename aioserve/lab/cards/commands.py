@@ -138,8 +138,8 @@ def _show(source: StepTimeSource) -> None:
     """Print what the source is of, and what some steps take."""
     for line in (source.machine, source.source, source.error, source.errors_of_runs()):
         print(line)
-    came = source.options.host if isinstance(source, TableStepTimes) else ""
-    print(f"host: {source.rates.host_ms:g} ms a step" + (f", {came}" if came else ""))
+    came = f", {source.host}" if source.host else ""
+    print(f"host: {source.rates.host_ms:g} ms a step{came}")
     for rows, context, tokens in SHOWN:
         prefills = [(tokens, tokens)] if tokens else []
         features = StepFeatures.of(rows, rows * context + tokens, prefills)

@@ -38,7 +38,10 @@ class Host(msgspec.Struct, frozen=True):
 
 #: One default per engine and version. The numbers of vLLM are those of `reproduce.vllm.stages`:
 #: with asynchronous scheduling, which hides the host's work behind the card's.
-HOSTS = (Host("vllm", (0, 15), 0.0, 1.4, 0.345, "fitted to six runs of vLLM 0.15 on H100 cards"),)
+ASYNCHRONOUS = "fitted to six runs of vLLM 0.15 on H100 cards, with asynchronous scheduling"
+HOSTS = (Host("vllm", (0, 15), 0.0, 1.4, 0.345, ASYNCHRONOUS),)
+#: Engines by the names that a card has for them, as the words for what a source is of end.
+ENGINES: Mapping[str, str] = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 #: Models whose attention is kept out of CUDA graphs, as some of it looks at a chunk of the context.
 LAUNCHED = ("Llama4ForConditionalGeneration",)
 
@@ -71,6 +74,7 @@ class RunError(msgspec.Struct, frozen=True):
     """The error of one measure of whole runs, predicted by one source: a line of `errors.csv`."""
 
     source: str  # a name that is part of what the source of step times says of itself
+    engine: str  # that ran, a key of `ENGINES`
     runs: str  # the runs that were predicted, in words
     cards: str  # on which they were measured, as the source calls them, with blanks between
     metric: str
@@ -80,14 +84,21 @@ class RunError(msgspec.Struct, frozen=True):
 
 def errors_of_runs(source: str, machine: str) -> str:
     """Return a sentence on how right predictions of whole runs were that were made with step times
-    of this `source`, and whether they were of this `machine`; "" where none was compared.
+    of this `source`, and whether they were of this `machine`; of a machine under another engine,
+    that none is known; "" where none of the source was compared.
     """
     own = [error for error in read_errors() if error.source in source]
     shown = [error for error in own if error.metric in MEASURES]
     if not shown:
         return ""
-    listed = [f"{MEASURES[error.metric]} {error.median_error:.1%}" for error in shown]
     first = shown[0]
+    engine = machine.rpartition(", ")[2].partition(" ")[0]
+    if engine in ENGINES and engine != first.engine:
+        return (
+            f"How right such predictions are is known of {ENGINES[first.engine]} alone: no run of "
+            f"{ENGINES[engine]} has been compared with one."
+        )
+    listed = [f"{MEASURES[error.metric]} {error.median_error:.1%}" for error in shown]
     same = any(card in machine for card in first.cards.split())
     beyond = "" if same else "; no run on this card has been compared"
     return (

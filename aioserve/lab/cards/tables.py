@@ -126,7 +126,7 @@ class TableStepTimes(StepTimeSource):
     def __init__(self, options: TableOptions) -> None:
         super().__init__(options)
         self.machine, self.source = options.machine, options.source
-        self.error = options.error
+        self.error, self.host = options.error, options.host
         if options.busy_watts:
             self.watts = options.busy_watts, options.idle_watts
         self._tables = options.tables

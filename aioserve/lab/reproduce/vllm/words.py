@@ -19,9 +19,9 @@ QUANTILES = {"p50": 50, "p90": 90, "p99": 99}
 OURS = "aioserve"
 BY_CARD = "aioserve --card"
 NO_ERROR = "-"
-#: Of what the errors of each set are: the source of step times, the runs, the cards.
-H100 = (EXTRA, "stages of runs of vLLM 0.15 (host fitted on them)", "h100_sxm")
-RTX = ("operator tables", "runs of vLLM 0.19 (host fitted)", "RTX4090 RTXPRO6000")
+#: Of what the errors of each set are: the source of step times, the engine, the runs, the cards.
+H100 = (EXTRA, "vllm", "stages of runs of vLLM 0.15 (host fitted on them)", "h100_sxm")
+RTX = ("operator tables", "vllm", "runs of vLLM 0.19 (host fitted)", "RTX4090 RTXPRO6000")
 REQUEST_COLUMNS = (
     "request",
     "arrival_s",
