@@ -297,6 +297,61 @@ def test_an_engine_alone_has_a_price_and_draws_power(tmp_path: Path) -> None:
     assert 0 < totals["joules_per_output_token"] <= 700 * 3600 * hours / 1e6 * 1.001
 
 
+def test_a_sweep_says_what_tokens_and_requests_cost_under_each_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, page = tmp_path / "found.json", tmp_path / "found.html"
+    words = ["sweep", "chunked_prefill", "--workload", "mixed", "--limit", "40", "--seeds", "2"]
+    words += ["--set", "scheduler.options.chunk_size=64,1024", "--card", READY]
+    files = ["--json", str(found), "--html", str(page)]
+    assert main([*words, "--price-per-hour", "3", *files]) == 0
+    said = capsys.readouterr().out
+    assert "J per output token" in said
+    assert "J per request" in said
+    assert "the price of a million output tokens" in said
+    rows = [line.split() for line in said.splitlines()]
+    lines = {row[0]: row for row in rows if row and row[0] in ("64", "1024")}
+    results = {each["name"]: each["totals"] for each in json.loads(found.read_text())["results"]}
+    for name, totals in results.items():
+        costs = [totals["joules_per_output_token"], totals["joules_per_request"]]
+        costs.append(totals["price_per_million_output"])
+        assert [float(word) for word in lines[name][-3:]] == pytest.approx(costs, rel=0.02)
+    assert results["64"]["joules_per_request"] > results["1024"]["joules_per_request"]
+    assert "price, 1M output" in page.read_text()
+    assert main(words) == 0  # without a price there is none
+    assert "price" not in capsys.readouterr().out
+
+
+def test_a_sweep_over_rates_says_what_tokens_and_requests_cost_at_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, page = tmp_path / "found.json", tmp_path / "found.html"
+    words = ["sweep", "fcfs", "chunked_prefill", *SEARCH, "--limit", "40", "--seeds", "2"]
+    words += ["--rates", "5,40", "--card", READY, "--price-per-hour", "3"]
+    assert main([*words, "--json", str(found), "--html", str(page)]) == 0
+    said = capsys.readouterr().out
+    for label in ("J per output token", "J per request", "price, 1M output"):
+        assert label in said
+        assert label in page.read_text()
+    for curve in json.loads(found.read_text())["curves"]:
+        idle, busy = curve["points"]  # an hour has its price, busy or not
+        assert idle["price_per_million_output"] > 2 * busy["price_per_million_output"] > 0
+        assert busy["joules_per_request"] > busy["joules_per_output_token"] > 0
+    assert main(["sweep", "fcfs", *SEARCH, "--seeds", "1", "--rates", "5"]) == 0
+    said = capsys.readouterr().out
+    assert "price" not in said
+    assert "J per" not in said
+
+
+def test_a_search_chooses_by_the_energy_of_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["search", "chunked_prefill", "--workload", "mixed", "--limit", "40", "--seeds", "2"]
+    words += ["--set", "scheduler.options.chunk_size=32,1024", "--by", "joules_per_output_token"]
+    assert main([*words, "--card", READY]) == 0
+    assert "chunk_size=1024" in capsys.readouterr().out
+    assert main(words) != 0
+    assert "nothing states the watts" in capsys.readouterr().err
+
+
 SEARCH = ["--workload", "mixed", "--limit", "150", "--slo", "ttft=0.5,gap=0.06"]
 
 

@@ -5,6 +5,7 @@ Knows argparse, and makes workloads of what was given. Runs nothing.
 
 import argparse
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -154,6 +155,27 @@ def add_common(
     add_card(parser, is_one=has_one_card)
     add_output(parser, "--json", help="write all numbers to this JSON file")
     parser.set_defaults(live=False)
+
+
+def add_price(group: TakesArguments) -> None:
+    """Add the argument `--price-per-hour`, a number of at least 0, or None."""
+    group.add_argument(
+        "--price-per-hour",
+        type=_price,
+        metavar="X",
+        help="price of the engine, or of a replica, per hour in any currency, to report prices per "
+        "million tokens",
+    )
+
+
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = math.nan
+    if not 0 <= price < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
+    return price
 
 
 def is_list(value: str) -> bool:

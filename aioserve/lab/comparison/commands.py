@@ -4,7 +4,6 @@ Tables go to stdout, progress to stderr if that is a terminal. Knows nothing abo
 """
 
 import argparse
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from aioserve.lab.comparison.arguments import (
     CONFIG_HELP,
     add_common,
     add_jobs,
+    add_price,
     add_workload,
     read_jobs,
     read_num_seeds,
@@ -119,19 +119,10 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         help="routers to try with each configuration, a name, package.module:Class or file.py: "
         f"{', '.join(available_routers())} (default: the fleet file's, else least_work)",
     )
-    group.add_argument(
-        "--price-per-hour",
-        type=float,
-        metavar="X",
-        help="price of the engine, or of a replica, per hour in any currency, to report prices per "
-        "million tokens",
-    )
+    add_price(group)
 
 
 def _fleet(arguments: argparse.Namespace) -> "FleetSpec | None":
-    price: float | None = arguments.price_per_hour
-    if price is not None and not 0 <= price < math.inf:
-        raise ConfigError(f"--price-per-hour must be a number of at least 0, got {price:g}")
     if arguments.fleet is None:
         if arguments.routers is not None:
             raise ConfigError("--routers is for a fleet: give --fleet N")
@@ -141,7 +132,7 @@ def _fleet(arguments: argparse.Namespace) -> "FleetSpec | None":
     from aioserve.lab.simulation.fleet_plan import FleetSpec
 
     routers = None if arguments.routers is None else tuple(arguments.routers)
-    return FleetSpec.load(arguments.fleet, routers, price)
+    return FleetSpec.load(arguments.fleet, routers, arguments.price_per_hour)
 
 
 def compare_all(
@@ -162,7 +153,7 @@ def compare_all(
             clip=arguments.clip,
             num_jobs=jobs,
             progress=report,
-            price_per_hour=getattr(arguments, "price_per_hour", None),
+            price_per_hour=arguments.price_per_hour,
             has_requests=arguments.requests,
         )
 

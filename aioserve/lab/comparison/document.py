@@ -279,10 +279,7 @@ def compare(
         )
         if fleet is not None:
             run.totals |= fleet_totals(cast("FleetOutcome", outcome), fleet, run.totals)
-        elif price_per_hour is not None:
-            run.totals |= price_totals(price_per_hour, run.totals)
-        if (drawn := watts[i]) is not None:
-            run.totals |= energy_totals(drawn, *_seconds_of_replicas(outcome, fleet), outcome)
+        _add_costs(run, outcome, fleet, watts[i], price_per_hour)
         measures[i].append(run)
         if has_requests:
             rows[i] += request_rows(outcome, workload, run)
@@ -329,6 +326,22 @@ def compare(
         "listed_groups": listed,
         "results": results,
     }
+
+
+def _add_costs(
+    run: RunMeasures,
+    outcome: RunOutcome,
+    fleet: "Fleet | None",
+    watts: Sequence[tuple[float, float]] | None,
+    price_per_hour: float | None,
+) -> None:
+    """Add prices to the totals of a run where the price of its engine is stated, and joules where
+    it is known how many watts each replica draws.
+    """
+    if fleet is None and price_per_hour is not None:
+        run.totals |= price_totals(price_per_hour, run.totals)
+    if watts is not None:
+        run.totals |= energy_totals(watts, *_seconds_of_replicas(outcome, fleet), outcome)
 
 
 def _seconds_of_replicas(
@@ -567,11 +580,19 @@ def measure_runs(
     slo: ServiceLevels | None,
     num_jobs: int,
     progress: Progress,
+    price_per_hour: float | None = None,
 ) -> Iterator[RunMeasures]:
-    """Simulate each configuration on its workload; the measures, in the order of `runs`."""
+    """Simulate each configuration on its workload; the measures, in the order of `runs`, with
+    joules on a machine whose watts are known, and with prices where an hour of it has one.
+    """
     outcomes = simulate_all([(config, load, None) for config, load in runs], num_jobs, progress)
-    for outcome, (_, workload) in zip(outcomes, runs, strict=True):
-        yield RunMeasures(outcome, workload, slo, workload.weights or None)
+    watts: dict[int, list[tuple[float, float]] | None] = {}  # by the identity of a configuration
+    for outcome, (config, workload) in zip(outcomes, runs, strict=True):
+        run = RunMeasures(outcome, workload, slo, workload.weights or None)
+        if id(config) not in watts:
+            watts[id(config)] = watts_of(Candidate("", config))
+        _add_costs(run, outcome, None, watts[id(config)], price_per_hour)
+        yield run
 
 
 def mean_of(runs: Sequence[RunMeasures], row: Row) -> float:
@@ -580,7 +601,10 @@ def mean_of(runs: Sequence[RunMeasures], row: Row) -> float:
     """
     value = value_of(summarize(list(runs)), row)
     if value != value:  # NaN
-        raise ConfigError(f"{key(row)} is not defined on this workload: no request has it")
+        raise ConfigError(
+            f"{key(row)} is not known on this workload: no request has it, or, of energy and "
+            "prices, nothing states the watts or the price of the machine"
+        )
     return value
 
 

@@ -28,7 +28,7 @@ from aioserve.lab.comparison.bootstrap import (
 from aioserve.lab.comparison.candidates import Candidate, load_candidates, prepare
 from aioserve.lab.comparison.document import Apart, apart, classes_of, measure_runs
 from aioserve.lab.comparison.knee import base_rate, goods_of
-from aioserve.lab.comparison.measures import Row, RunMeasures, tidy
+from aioserve.lab.comparison.measures import ROWS, Row, RunMeasures, tidy
 from aioserve.lab.comparison.report import static_page, write_curves
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.slo import ServiceLevels, StatedSlo
@@ -37,6 +37,13 @@ from aioserve.lab.workloads.workload import Workload
 from aioserve.support.arguments import positive
 
 ATTAINED = Row("within the SLO, %", "totals", "good_share", "points", 100, 1, 1)
+#: What a point costs, where that is known; fields of `LoadPoint`.
+COSTS = [
+    row
+    for row in ROWS
+    if row.statistic
+    in ("joules_per_output_token", "joules_per_request", "price_per_million_output")
+]
 TARGET = 0.9  # share within the SLO; what DistServe asks for
 
 
@@ -55,6 +62,10 @@ class LoadPoint(msgspec.Struct, frozen=True):
     good_share: Mean  # of the requests with limits; a program with limits counts once
     goodput_per_second: Mean
     against_first: Apart | None  # of the share, in percentage points; None for the first
+    #: Means over the seeds; None where no watts of the machine are known, or no price is stated.
+    joules_per_output_token: float | None = None
+    joules_per_request: float | None = None
+    price_per_million_output: float | None = None
 
 
 class LoadCurve(msgspec.Struct, frozen=True):
@@ -89,10 +100,11 @@ def measure_load(
     clip: bool = False,
     num_jobs: int = 1,
     progress: Progress = lambda count: None,
+    price_per_hour: float | None = None,
 ) -> LoadCurves:
     """Run each candidate on each workload (one per seed) at each rate, in requests per second: the
-    same requests in less or more time. Raises `ConfigError` for a workload without arrivals over
-    time, or without limits.
+    same requests in less or more time. An hour of the engine may have a price. Raises `ConfigError`
+    for a workload without arrivals over time, or without limits.
     """
     rates = sorted(set(rates))
     ready, told, _ = prepare(list(candidates), list(workloads), is_live=False, clip=clip)
@@ -103,7 +115,7 @@ def measure_load(
         )
     loads = [[w.scaled(base_rate(w) / rate) for w in told] for rate in rates]
     runs = [(c.config, workload) for c in ready for of_rate in loads for workload in of_rate]
-    measured = list(measure_runs(runs, levels, num_jobs, progress))
+    measured = list(measure_runs(runs, levels, num_jobs, progress, price_per_hour))
     size = len(told)
     groups = [measured[i : i + size] for i in range(0, len(measured), size)]
     by_candidate = [groups[i : i + len(rates)] for i in range(0, len(groups), len(rates))]
@@ -135,7 +147,12 @@ def _point(
         others = [_share(run) for run in first]
         value = ATTAINED.factor * float(np.mean(others))
         against = apart(compare_seeds(others, shares, Sampling()), ATTAINED, value)
-    return LoadPoint(tidy(rate), _mean(shares), _mean(goodput), against)
+    known = {
+        row.statistic: tidy(float(np.mean([run.totals[row.statistic] for run in runs])))
+        for row in COSTS
+        if all(row.statistic in run.totals for run in runs)
+    }
+    return LoadPoint(tidy(rate), _mean(shares), _mean(goodput), against, **known)
 
 
 def _share(run: RunMeasures) -> float:
@@ -205,12 +222,19 @@ def in_words(curves: LoadCurves) -> list[str]:
 def _heads(curves: LoadCurves) -> list[str]:
     first = curves.curves[0].name
     heads = ["requests/s", "", ATTAINED.label, "95% interval", "goodput, requests/s"]
+    heads += [row.label for row in _known_costs(curves)]
     return heads + ([f"against {first}, points", ""] if len(curves.curves) > 1 else [])
+
+
+def _known_costs(curves: LoadCurves) -> list[Row]:
+    """Return the costs that some point has."""
+    points = [point for curve in curves.curves for point in curve.points]
+    return [row for row in COSTS if any(getattr(p, row.statistic) is not None for p in points)]
 
 
 def _cells(curves: LoadCurves) -> list[list[str]]:
     """Return a row of words for each rate and configuration, under `_heads`."""
-    rows = []
+    rows, known = [], _known_costs(curves)
     for i, rate in enumerate(curves.rates):
         for number, curve in enumerate(curves.curves):
             point = curve.points[i]
@@ -220,6 +244,11 @@ def _cells(curves: LoadCurves) -> list[list[str]]:
                 interval = f"{100 * max(share.low, 0):.1f} .. {100 * min(share.high, 1):.1f}"
             cells = [f"{rate:g}" if not number else "", curve.name, f"{100 * share.value:.1f}"]
             cells += [interval, f"{point.goodput_per_second.value:.2f}"]
+            costs = [getattr(point, row.statistic) for row in known]
+            cells += [
+                "-" if cost is None else f"{row.factor * cost:.{row.digits}f}"
+                for cost, row in zip(costs, known, strict=True)
+            ]
             if len(curves.curves) > 1:
                 cells += ["", ""] if against is None else [against.in_words(ATTAINED)]
                 cells += [] if against is None else [against.verdict]
@@ -396,6 +425,7 @@ def sweep_load(arguments: argparse.Namespace) -> int:
             clip=arguments.clip,
             num_jobs=read_jobs(arguments, workloads, num_runs),
             progress=report,
+            price_per_hour=arguments.price_per_hour,
         )
     print(paint(render(curves)))
     write_curves(arguments, curves, draw, render_page)

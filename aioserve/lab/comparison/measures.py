@@ -639,7 +639,7 @@ MEANINGS = {
     "busiest to mean": "The time in which steps ran at the busiest replica, over the mean of all.",
     "sent again": "Requests whose replica died before it had streamed anything of the reply.",
     "price": (
-        "What the fleet costs in the time of the run, at the price that was stated, over the "
+        "What the engine or the fleet costs in the time of the run, at the price stated, over the "
         "millions of tokens of replies, or of prompts and replies."
     ),
     "p50, p99": "The value that 50%, or 99%, of the requests (or gaps) do not exceed.",

@@ -13,6 +13,7 @@ from aioserve.lab.arguments import add_output, read_card
 from aioserve.lab.comparison.arguments import (
     CONFIG_HELP,
     add_common,
+    add_price,
     add_workload,
     is_list,
     read_workloads,
@@ -51,6 +52,7 @@ def run_sweep(words: Sequence[str]) -> int:
         "scheduler.options.chunk_size=64,128,256; a --set with one value holds for all runs",
     )
     add_quality_and_jobs(parser)
+    add_price(parser)
     add_output(parser, "--html", help="write a report with plots to this HTML file")
     add_load(parser)
     arguments = parser.parse_args(words)
@@ -100,7 +102,16 @@ SWEEP_COLUMNS = (
     ("e2e", "p99"),
     ("totals", "output_tokens_per_second"),
     ("totals", "good_share"),
+    ("totals", "joules_per_output_token"),
+    ("totals", "joules_per_request"),
+    ("totals", "price_per_million_output"),
 )
+#: What the legend says of columns whose unit their heads do not have, where they are shown.
+UNITS = {
+    "good_share": "the SLO in percent of the requests",
+    "joules_per_output_token": "J in joules",
+    "price_per_million_output": "the price of a million output tokens",
+}
 
 
 def render_sweep(document: Document) -> str:
@@ -122,10 +133,8 @@ def render_sweep(document: Document) -> str:
         "  ".join(f"{word:>{width}}" for word, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     ]
-    units = "Durations in milliseconds"
-    if any(row.statistic == "good_share" for row in rows):
-        units += ", the SLO in percent of the requests"
-    shown += ["", f"{units}."]
+    units = [text for name, text in UNITS.items() if any(row.statistic == name for row in rows)]
+    shown += ["", ", ".join(["Durations in milliseconds", *units]) + "."]
     if len(lines) > 1 + len(results):
         shown.append(
             f"Below a value: the 95% interval of its ratio to that of {results[0]['name']}."

@@ -74,6 +74,9 @@ function sweep() {
     ...plot("End to end", ["end to end p50", "end to end p99"], "", seconds, 1e-3),
     ...plot("Throughput", ["output tokens/s"], "tokens per second", count),
     ...plot("Within the SLO", ["within the SLO"], "", (v) => `${+v.toPrecision(3)}%`),
+    ...plot("Energy", ["J per output token"], "joules per output token", (v) => `${+v.toPrecision(3)}`),
+    ...plot("Energy of a request", ["J per request"], "joules per request", (v) => `${+v.toPrecision(3)}`),
+    ...plot("Price", ["price, 1M output"], "per million output tokens", (v) => `${+v.toPrecision(3)}`),
   ]));
 }
 
