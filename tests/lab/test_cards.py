@@ -205,7 +205,7 @@ def test_the_head_says_on_what_the_host_of_a_card_was_fitted(
     words = ["compare", "fcfs", "--workload", "mixed", "--limit", "5", "--seeds", "1"]
     assert main([*words, "--card", "h100x4-llama-3.1-70b-fp8"]) == 0
     said = capsys.readouterr().out
-    assert "1.4 ms of the engine's host (fitted to six runs of vLLM 0.15 on H100 cards" in said
+    assert "1.4 ms of the engine's host (fitted to one run on four H100 of vLLM 0.15" in said
     assert "So predicted" in said
 
 

@@ -33,13 +33,24 @@ class Host(msgspec.Struct, frozen=True):
     one_ms: float  # of an engine on one card
     several_ms: float  # of an engine that tells the processes of several cards
     launch_ms: float  # of a layer that is launched kernel by kernel, outside of CUDA graphs
-    source: str
+    one_source: str  # on what part of which runs the first two numbers were fitted
+    several_source: str
 
 
 #: One default per engine and version. The numbers of vLLM are those of `reproduce.vllm.stages`:
-#: with asynchronous scheduling, which hides the host's work behind the card's.
-ASYNCHRONOUS = "fitted to six runs of vLLM 0.15 on H100 cards, with asynchronous scheduling"
-HOSTS = (Host("vllm", (0, 15), 0.0, 1.4, 0.345, ASYNCHRONOUS),)
+#: with asynchronous scheduling, which hides the host's work behind the card's. The published files
+#: do not state it of these runs; it is the default from vLLM 0.14 on.
+HOSTS = (
+    Host(
+        "vllm",
+        (0, 15),
+        0.0,
+        1.4,
+        0.345,
+        "fitted to four runs on one H100 of vLLM 0.15, asynchronous by default",
+        "fitted to one run on four H100 of vLLM 0.15, asynchronous by default",
+    ),
+)
 #: Engines by the names that a card has for them, as the words for what a source is of end.
 ENGINES: Mapping[str, str] = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 #: Models whose attention is kept out of CUDA graphs, as some of it looks at a chunk of the context.
@@ -53,7 +64,9 @@ def host_of(engine: str, version: str, num_cards: int) -> tuple[float, str]:
     host = _find_host(engine, version)
     if host is None:
         return 0.0, f"no run of {engine} {version} has been compared"
-    return host.one_ms if num_cards == 1 else host.several_ms, host.source
+    if num_cards == 1:
+        return host.one_ms, host.one_source
+    return host.several_ms, host.several_source
 
 
 def least_ms_of(engine: str, version: str, architecture: str, num_layers: int) -> float:

@@ -10,9 +10,27 @@ import numpy as np
 import pytest
 
 from aioserve.errors import ConfigError
+from aioserve.lab.cards.engines import read_errors
 from aioserve.lab.reproduce.commands import run_reproduce
 from aioserve.lab.reproduce.vllm import runs, stages
-from aioserve.lab.reproduce.vllm.words import as_rows, run_errors, simulators
+from aioserve.lab.reproduce.vllm.kv_blocks import (
+    KvBlocks,
+    blocks_csv,
+    blocks_left_out,
+    compare_blocks,
+    table_of_blocks,
+)
+from aioserve.lab.reproduce.vllm.simulators import (
+    BY_CARD,
+    OURS,
+    errors_of,
+    heads_csv,
+    render_simulators,
+    simulators,
+    simulators_csv,
+    table_of_simulators,
+)
+from aioserve.lab.reproduce.vllm.words import as_rows, run_errors
 from tests.lab.cards.test_operators import write_tables
 
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -223,12 +241,112 @@ def test_simulators_are_compared_on_the_rows_that_are_given() -> None:
     row, other, kept = ("a", -1, "e2e_mean"), ("a", 0, "e2e_mean"), ("b", -1, "e2e_mean")
     measured = {row: 100.0, other: 100.0}
     ours = {row: 110.0, other: 96.0, kept: 7.0}
-    [mine, theirs] = simulators({"a": ours, "other": {row: 300.0}}, measured)
+    predictions = {OURS: ours, "other": {row: 300.0}}
+    errors = {name: errors_of(own, measured) for name, own in predictions.items()}
+    [mine, theirs] = simulators("vllm-h100", errors)
     assert (mine.rows, theirs.rows) == (2, 1)
-    assert mine.mape["e2e_mean"] == pytest.approx(0.07)
-    assert mine.median["e2e_mean"] == pytest.approx(np.median([0.1, 0.04]))
-    assert theirs.mape["e2e_mean"] == pytest.approx(2.0)
-    assert theirs.median["ttft_mean"] is None
+    assert mine.scores["e2e_mean"].mape == pytest.approx(0.07)
+    assert mine.scores["e2e_mean"].median == pytest.approx(np.median([0.1, 0.04]))
+    assert theirs.scores["e2e_mean"].mape == pytest.approx(2.0)
+    assert "ttft_mean" not in theirs.scores
+
+
+def test_ours_stands_beside_a_simulator_over_the_rows_that_it_has() -> None:
+    rows = [("a", stage, "e2e_mean") for stage in range(4)]
+    errors = {
+        OURS: dict(zip(rows, (0.1, 0.2, 0.3, 0.4), strict=True)),
+        BY_CARD: dict(zip(rows, (0.5, 0.6, 0.7, 0.8), strict=True)),
+        "other": {rows[0]: 0.9, rows[3]: 0.7, ("a", 0, "ttft_mean"): 0.3},
+    }
+    [mine, card, other] = simulators("vllm-h100", errors)
+    assert (mine.scores["e2e_mean"].rows, mine.beside, card.beside) == (4, {}, {})
+    assert other.beside[OURS]["e2e_mean"].rows == 2
+    assert other.beside[OURS]["e2e_mean"].median == pytest.approx(0.25)
+    assert other.beside[BY_CARD]["e2e_mean"].mape == pytest.approx(0.65)
+    assert "ttft_mean" not in other.beside[OURS]  # a row that ours lacks
+    found = [mine, card, other]
+    lines = list(csv.DictReader(simulators_csv(found).splitlines()))
+    [line] = [x for x in lines if (x["simulator"], x["metric"]) == ("other", "e2e_mean")]
+    assert (line["rows"], line["aioserve_rows"], line["aioserve_median_error"]) == (
+        "2",
+        "2",
+        "0.2500",
+    )
+    assert line["card_median_error"] == "0.6500"
+    names = [row[0] for row in table_of_simulators(found)]
+    assert names[-3:] == ["**other**", "aioserve, the same rows", "aioserve --card, the same rows"]
+    assert "aioserve, the same rows" in render_simulators(found)
+
+
+def test_heads_of_reports_have_the_errors_of_the_card_alone() -> None:
+    row = ("a", -1, "e2e_mean")
+    found = simulators("vllm-h100", {OURS: {row: 0.1}, BY_CARD: {row: 0.2}, "other": {row: 0.3}})
+    found += simulators("vllm-rtx", {OURS: {row: 0.4}})
+    lines = list(csv.DictReader(heads_csv(found).splitlines()))
+    assert [(line["cards"], line["engine"], float(line["median_error"])) for line in lines] == [
+        ("h100_sxm", "vllm", 0.2),
+        ("RTX4090 RTXPRO6000", "vllm", 0.4),
+    ]
+
+
+def test_the_shipped_errors_are_those_of_the_published_table() -> None:
+    published = Path(__file__).parents[3] / "benchmarks" / "published" / "vllm" / "simulators.csv"
+    with published.open(newline="") as file:
+        own = [line for line in csv.DictReader(file) if line["simulator"] in (OURS, BY_CARD)]
+    known = {(x["set"], x["simulator"], x["metric"]): float(x["median_error"]) for x in own}
+    for error in read_errors():
+        which = ("vllm-h100", BY_CARD) if "h100" in error.cards else ("vllm-rtx", OURS)
+        assert error.median_error == known[*which, error.metric]
+
+
+# The KV cache.
+
+
+def test_blocks_are_compared_where_both_are_known() -> None:
+    known = KvBlocks("vllm-h100", ("1", "2"), "org/model", 2, 2048, 1000, 900)
+    unknown = KvBlocks("vllm-rtx", ("X-run",), "org/other", 1, 2048, 500, None, "no tables")
+    assert known.difference == pytest.approx(-0.1)
+    head, line = table_of_blocks([known, unknown])
+    assert dict(zip(head, line, strict=True)) == {
+        "runs": "1, 2",
+        "model": "model",
+        "cards": "2",
+        "step, tokens": "2,048",
+        "vLLM": "1,000",
+        "here": "900",
+        "difference": "-10.0%",
+    }
+    assert blocks_left_out([known, unknown]) == ["X-run: vLLM had 500; no tables."]
+    lines = list(csv.DictReader(blocks_csv([known, unknown]).splitlines()))
+    assert [line["difference"] for line in lines] == ["-0.1000", ""]
+
+
+def test_the_page_of_cards_has_the_blocks_that_the_command_printed() -> None:
+    root = Path(__file__).parents[3]
+    page = (root / "docs" / "cards.md").read_text()
+    with (root / "benchmarks" / "published" / "vllm" / "kv_blocks.csv").open(newline="") as file:
+        lines = [line for line in csv.DictReader(file) if line["difference"]]
+    assert len(lines) > 5
+    for line in lines:
+        numbers = f"{int(line['reported']):,} | {int(line['ours']):,}"
+        assert f"| {numbers} | {100 * float(line['difference']):+.1f}% |" in page
+
+
+def test_blocks_of_a_card_without_tables_are_left_out_with_the_reason(tmp_path: Path) -> None:
+    from importlib.util import find_spec
+
+    write_run(tmp_path)
+    [run] = runs.read_runs(tmp_path)
+    experiment = make_experiment("a", "Qwen/Qwen2.5-7B-Instruct")
+    if find_spec("aiconfigurator_core") is None:
+        [line] = compare_blocks([experiment, make_experiment("b", experiment.model)], [])
+        assert "which is not installed" in line.why
+    else:
+        [line, other] = compare_blocks([experiment, make_experiment("b", experiment.model)], [run])
+        assert line.ours is not None
+        assert 50_000 < line.ours < 80_000
+        assert "no tables of this card" in other.why
+    assert line.runs == ("a", "b")
 
 
 def test_rows_stand_in_the_order_of_the_files(source: str) -> None:

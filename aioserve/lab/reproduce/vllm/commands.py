@@ -7,35 +7,40 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_output
 from aioserve.lab.comparison.document import encode
 from aioserve.lab.reproduce.vllm import runs, stages
+from aioserve.lab.reproduce.vllm.kv_blocks import blocks_csv, compare_blocks, render_blocks
 from aioserve.lab.reproduce.vllm.page import Results, render_page
-from aioserve.lab.reproduce.vllm.words import (
+from aioserve.lab.reproduce.vllm.simulators import (
     BY_CARD,
     OURS,
+    RUNS,
+    STAGES,
     Row,
+    Simulator,
+    draw_simulators,
+    errors_of,
+    heads_csv,
+    render_simulators,
+    simulators,
+    simulators_csv,
+)
+from aioserve.lab.reproduce.vllm.words import (
     as_rows,
     draw_requests,
-    draw_simulators,
-    heads_csv,
     render_run,
-    render_simulators,
     render_stages,
     requests_csv,
     run_errors,
-    simulators,
-    simulators_csv,
     stages_csv,
 )
 from aioserve.lab.terminal import paint
 from aioserve.support.arguments import Parser
 from aioserve.support.files import write
 
-RUNS, STAGES = "vllm-rtx", "vllm-h100"
 #: A line of what LLMServingSim says of its own error: metric, statistic, error in percent.
 _OWN_ERROR = re.compile(r"(TTFT|TPOT|Latency) (Mean|Median|P90|P99)\s.*\s([+-][0-9.]+)%")
 _OWN_METRICS = {"TTFT": "ttft", "TPOT": "tpot", "Latency": "e2e"}
@@ -98,10 +103,14 @@ def run_vllm(argv: Sequence[str]) -> int:
         _predict_runs(arguments.data / RUNS, results)
     if STAGES in wanted:
         _predict_stages(arguments.data / STAGES, results, fits=arguments.fit)
+        results.kv_blocks = compare_blocks(results.experiments, [p.run for p in results.runs])
+        print(paint(render_blocks(results.kv_blocks)) + "\n")
+    if results.simulators:
+        print(paint(render_simulators(results.simulators)))
     if arguments.predictions is not None:
         _write_predictions(arguments.predictions, results)
     if arguments.errors is not None:
-        write(arguments.errors, heads_csv(results.simulators, results.own_errors).encode())
+        write(arguments.errors, heads_csv(results.simulators).encode())
     if arguments.page is not None:
         _write_page(arguments.page, results)
     write(arguments.json, encode(_as_document(results)))
@@ -110,7 +119,7 @@ def run_vllm(argv: Sequence[str]) -> int:
 
 def _predict_runs(folder: Path, results: Results) -> None:
     results.runs = runs.predict(folder, num_jobs=os.cpu_count() or 1)
-    results.own_errors = _own_errors(results.runs, folder)
+    results.simulators += _simulators_of_runs(results.runs, folder)
     for prediction in results.runs:
         print(paint(render_run(prediction)) + "\n")
 
@@ -131,39 +140,31 @@ def _predict_stages(folder: Path, results: Results, *, fits: bool) -> None:
     others = stages.read_others(folder / "other_simulators.csv")
     given = [experiment for experiment in experiments if experiment.is_given]
     by_card = stages.predict_by_card(given, results.engine, num_jobs=os.cpu_count() or 1)
-    ours = {OURS: results.predicted, BY_CARD: as_rows(given, by_card)}
-    results.simulators = simulators({**ours, **others}, results.measured)
+    predictions = {OURS: results.predicted, BY_CARD: as_rows(given, by_card), **others}
+    errors = {name: errors_of(own, results.measured) for name, own in predictions.items()}
+    results.simulators += simulators(STAGES, errors)
     table = render_stages(experiments, results.predicted, results.measured, results.engine)
     print(paint(table) + "\n")
-    print(paint(render_simulators(results.simulators)))
 
 
-def _own_errors(predictions: Sequence[runs.Prediction], folder: Path) -> list[dict[str, Any]]:
-    """Return the errors on the given runs, ours and those that LLMServingSim states of itself: for
-    each measure and statistic, the mean and the median of the absolute errors over the runs.
+def _simulators_of_runs(predictions: Sequence[runs.Prediction], folder: Path) -> list[Simulator]:
+    """Return how far off ours is on the given runs, and LLMServingSim by what it states of itself:
+    for each measure and statistic, the errors over the runs.
     """
-    found: dict[tuple[str, str], list[float]] = {}
+    ours: dict[Row, float] = {}
+    theirs: dict[Row, float] = {}
     for prediction in predictions:
+        name = prediction.run.name
         for error in run_errors(prediction):
-            own = {"mean": error.mean, **error.quantiles}
-            for statistic, value in own.items():
-                found.setdefault((OURS, f"{error.measure}_{statistic}"), []).append(abs(value))
-        stated = folder / prediction.run.name / "llmservingsim.txt"
+            for statistic, value in {"mean": error.mean, **error.quantiles}.items():
+                ours[name, stages.ALL_STAGES, f"{error.measure}_{statistic}"] = abs(value)
+        stated = folder / name / "llmservingsim.txt"
         if prediction.run.served is None or not stated.is_file():
             continue
         for metric, statistic, percent in _OWN_ERROR.findall(stated.read_text("utf-8")):
-            name = f"{_OWN_METRICS[metric]}_{_OWN_STATISTICS[statistic]}"
-            found.setdefault(("LLMServingSim", name), []).append(abs(float(percent)) / 100)
-    return [
-        {
-            "simulator": simulator,
-            "metric": metric,
-            "rows": len(errors),
-            "median": float(np.median(errors)),
-            "mape": float(np.mean(errors)),
-        }
-        for (simulator, metric), errors in sorted(found.items(), key=lambda item: item[0][0])
-    ]
+            words = f"{_OWN_METRICS[metric]}_{_OWN_STATISTICS[statistic]}"
+            theirs[name, stages.ALL_STAGES, words] = abs(float(percent)) / 100
+    return simulators(RUNS, {OURS: ours, "LLMServingSim": theirs})
 
 
 def _write_predictions(folder: Path, results: Results) -> None:
@@ -174,9 +175,10 @@ def _write_predictions(folder: Path, results: Results) -> None:
     if results.predicted:
         text = stages_csv(results.experiments, results.predicted, results.measured)
         (folder / "vllm-h100.csv").write_text(text, "utf-8")
-    if results.simulators or results.own_errors:
-        text = simulators_csv(results.simulators, results.own_errors)
-        (folder / "simulators.csv").write_text(text, "utf-8")
+    if results.simulators:
+        (folder / "simulators.csv").write_text(simulators_csv(results.simulators), "utf-8")
+    if results.kv_blocks:
+        (folder / "kv_blocks.csv").write_text(blocks_csv(results.kv_blocks), "utf-8")
 
 
 def _write_page(path: Path, results: Results) -> None:
@@ -214,5 +216,5 @@ def _as_document(results: Results) -> dict[str, Any]:
         "engine": msgspec.to_builtins(results.engine),
         "experiments": [plain(row, ms) for row, ms in results.predicted.items()],
         "simulators": msgspec.to_builtins(results.simulators),
-        "own_errors": results.own_errors,
+        "kv_blocks": msgspec.to_builtins(results.kv_blocks),
     }

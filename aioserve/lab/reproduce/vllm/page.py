@@ -1,13 +1,20 @@
 """The page of vLLM's runs: what was measured, what was predicted, how far they are apart."""
 
-from typing import Any
-
 import msgspec
 import numpy as np
 
+from aioserve.lab.reproduce.vllm.kv_blocks import KvBlocks, blocks_left_out, table_of_blocks
 from aioserve.lab.reproduce.vllm.runs import NUM_FITTED, Prediction
-from aioserve.lab.reproduce.vllm.stages import ALL_STAGES, METRICS, Engine, Experiment
-from aioserve.lab.reproduce.vllm.words import BY_CARD, MEASURES, OURS, Row, Simulator, run_errors
+from aioserve.lab.reproduce.vllm.simulators import (
+    BY_CARD,
+    RUNS,
+    STAGES,
+    Row,
+    Simulator,
+    table_of_simulators,
+)
+from aioserve.lab.reproduce.vllm.stages import ALL_STAGES, Engine, Experiment
+from aioserve.lab.reproduce.vllm.words import MEASURES, run_errors
 
 COMMAND = (
     "python -m aioserve reproduce vllm --data FOLDER --predictions benchmarks/published/vllm \\\n"
@@ -58,11 +65,11 @@ class Results(msgspec.Struct):
 
     engine: Engine
     runs: list[Prediction] = msgspec.field(default_factory=list)
-    own_errors: list[dict[str, Any]] = msgspec.field(default_factory=list)
     experiments: list[Experiment] = msgspec.field(default_factory=list)
     predicted: dict[Row, float] = msgspec.field(default_factory=dict)
     measured: dict[Row, float] = msgspec.field(default_factory=dict)
     simulators: list[Simulator] = msgspec.field(default_factory=list)
+    kv_blocks: list[KvBlocks] = msgspec.field(default_factory=list)
 
 
 def render_page(results: Results, name: str) -> str:
@@ -83,7 +90,11 @@ def render_page(results: Results, name: str) -> str:
     if results.runs:
         parts += _runs(results, name)
     if results.predicted:
-        parts += _stages(results, name)
+        parts += _stages(results)
+    if results.simulators:
+        parts += _simulators(results, name)
+    if results.kv_blocks:
+        parts += _kv_blocks(results)
     return "\n\n".join(parts) + "\n"
 
 
@@ -145,27 +156,10 @@ def _runs(results: Results, name: str) -> list[str]:
             _table(["run", "measure", "mean, s", "p50, s", "p90, s", "p99, s"], rows),
         ]
         parts.append(MISSING_RUNS)
-    if results.own_errors:
-        parts += [
-            "Beside the simulator that published these runs, over the given ones:",
-            _table(
-                ["simulator", "metric", "runs", "mean of absolute errors"],
-                [
-                    [
-                        line["simulator"],
-                        line["metric"].replace("_", " "),
-                        str(line["rows"]),
-                        f"{100 * line['mape']:.1f}%",
-                    ]
-                    for line in results.own_errors
-                    if line["metric"].endswith(("_mean", "_p90"))
-                ],
-            ),
-        ]
     return parts
 
 
-def _stages(results: Results, name: str) -> list[str]:
+def _stages(results: Results) -> list[str]:
     engine = results.engine
     rows = []
     for experiment in results.experiments:
@@ -202,27 +196,43 @@ def _stages(results: Results, name: str) -> list[str]:
             STAGE_HEAD,
             rows,
         ),
-        "The median of the absolute errors over the given rows, with five other simulators whose "
-        f"predictions were published beside the measurements. `{BY_CARD}` is what the lab's "
-        "commands say: the tables of the [card](cards.md), with the host's time per step and the "
-        "launches outside of CUDA graphs, and the same front end and count of tokens added. The "
-        "heads of reports on such cards state these errors.",
-        _table(
-            ["simulator", "rows", *METRICS],
-            [
-                [
-                    f"**{OURS}**" if simulator.name == OURS else simulator.name,
-                    str(simulator.rows),
-                    *(
-                        "-" if error is None else f"{100 * error:.1f}%"
-                        for error in simulator.median.values()
-                    ),
-                ]
-                for simulator in results.simulators
-            ],
-        ),
-        f"![Median errors of simulators]({name}-simulators.svg)",
         MISSING_STAGES,
+    ]
+
+
+def _simulators(results: Results, name: str) -> list[str]:
+    """Return the table of simulators."""
+    head, *rows = table_of_simulators(results.simulators)
+    return [
+        "## Simulators, over the same rows",
+        f"The median of the absolute errors over the given rows: of `{STAGES}`, with five other "
+        f"simulators whose predictions were published beside the measurements, and of `{RUNS}`, "
+        "with LLMServingSim, which published the runs; its errors are those that it states of "
+        "itself. A simulator that left rows out is compared over those that it has: below each "
+        "stands ours over the same rows, so only lines with one number of rows and one set are to "
+        f"be compared. In `{RUNS}` itl is TPOT. `{BY_CARD}` is what the lab's commands say: the "
+        "tables of the [card](cards.md), with the host's time per step and the launches outside of "
+        f"CUDA graphs; to both of ours in `{STAGES}` the front end and the count of tokens are "
+        "added, as above. Five numbers of ours are fitted to these experiments, as "
+        "said above, and one for each machine to the runs; what the others were fitted to is not "
+        "stated beside their predictions. The heads of reports on such cards state the errors "
+        f"of `{BY_CARD}`. `benchmarks/published/vllm/simulators.csv` also has the means of the "
+        "errors.",
+        _table(head, rows),
+        f"![Median errors of simulators]({name}-simulators.svg)",
+    ]
+
+
+def _kv_blocks(results: Results) -> list[str]:
+    """Return the table of the KV cache."""
+    head, *rows = table_of_blocks(results.kv_blocks)
+    return [
+        "## The KV cache",
+        "Blocks of 16 tokens that vLLM reported, and those that the memory of the [card](cards.md) "
+        "holds here, at `gpu_memory_utilization` 0.9, where nothing sets `cache.num_kv_blocks`. "
+        "The predictions above have the blocks that vLLM reported.",
+        _table(head, rows),
+        *blocks_left_out(results.kv_blocks),
     ]
 
 

@@ -261,23 +261,27 @@ def predict_by_card(
     end alone is used, and how the client counts. Raises `ConfigError` if the package is missing.
     """
     with TemporaryDirectory() as scratch:
-        configs = []
-        for experiment in experiments:
-            model = MODELS.get(experiment.model, experiment.model)
-            if isinstance(model, dict):
-                path = Path(scratch) / experiment.model.replace("/", "-") / "config.json"
-                path.parent.mkdir(exist_ok=True)
-                path.write_text(json.dumps(model), "utf-8")
-                model = str(path)
-            options = {
-                "card": CARD,
-                "version": VERSION,
-                "model": model,
-                "tp": experiment.tensor_parallel,
-                **FP8.get(experiment.model, {}),
-            }
-            configs.append(_engine(experiment, "card", options))
+        configs = [_engine(e, "card", card_options(e, Path(scratch))) for e in experiments]
         return _predict(experiments, configs, engine, share, num_jobs, lambda words: None)
+
+
+def card_options(experiment: Experiment, scratch: Path) -> dict[str, Any]:
+    """Return the options of the step-time source `card` for the card and model of an experiment;
+    the `config.json` of a model that the package does not know by name is written to `scratch`.
+    """
+    model = MODELS.get(experiment.model, experiment.model)
+    if isinstance(model, dict):
+        path = scratch / experiment.model.replace("/", "-") / "config.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(model), "utf-8")
+        model = str(path)
+    return {
+        "card": CARD,
+        "version": VERSION,
+        "model": model,
+        "tp": experiment.tensor_parallel,
+        **FP8.get(experiment.model, {}),
+    }
 
 
 def _predict(

@@ -3,25 +3,17 @@
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from aioserve.lab.cards.engines import RunError as HeadError
-from aioserve.lab.cards.measured import EXTRA
 from aioserve.lab.reproduce.vllm.runs import NUM_FITTED, Floats, Prediction
+from aioserve.lab.reproduce.vllm.simulators import Predicted, Row, open_picture
 from aioserve.lab.reproduce.vllm.stages import ALL_STAGES, METRICS, Engine, Experiment
 
 #: What the page calls each measure of a request.
 MEASURES = {"e2e": "end to end", "ttft": "time to first token", "tpot": "time per token"}
 QUANTILES = {"p50": 50, "p90": 90, "p99": 99}
-OURS = "aioserve"
-BY_CARD = "aioserve --card"
-NO_ERROR = "-"
-#: Of what the errors of each set are: the source of step times, the engine, the runs, the cards.
-H100 = (EXTRA, "vllm", "stages of runs of vLLM 0.15 (host fitted on them)", "h100_sxm")
-RTX = ("operator tables", "vllm", "runs of vLLM 0.19 (host fitted)", "RTX4090 RTXPRO6000")
 REQUEST_COLUMNS = (
     "request",
     "arrival_s",
@@ -138,9 +130,6 @@ def requests_csv(prediction: Prediction) -> str:
 
 # Experiments by stages.
 
-Row = tuple[str, int, str]  # experiment, stage, metric
-Predicted = Mapping[Row, float]
-
 
 def as_rows(
     experiments: Sequence[Experiment], found: Sequence[Mapping[tuple[int, str], float]]
@@ -164,82 +153,6 @@ def stages_csv(experiments: Sequence[Experiment], predicted: Predicted, measured
         there = measured.get(row)
         known = ["", ""] if there is None else [f"{there:g}", f"{ms / there - 1:.4f}"]
         writer.writerow([row[0], models[row[0]], row[1], row[2], f"{ms:.3f}", *known])
-    return out.getvalue()
-
-
-def errors_of(predicted: Predicted, measured: Predicted) -> dict[str, list[float]]:
-    """Return absolute errors as shares, by metric, of the rows that both have."""
-    found: dict[str, list[float]] = {metric: [] for metric in METRICS}
-    for row, there in measured.items():
-        if row in predicted and row[2] in found:
-            found[row[2]].append(abs(predicted[row] / there - 1))
-    return found
-
-
-class Simulator(msgspec.Struct, frozen=True):
-    """One line of the table of simulators: errors by metric, as shares; None where it has none."""
-
-    name: str
-    rows: int  # of how many rows of a mean it is
-    median: dict[str, float | None]
-    mape: dict[str, float | None]
-
-
-def simulators(predictions: Mapping[str, Predicted], measured: Predicted) -> list[Simulator]:
-    """Return how far each simulator is off on the rows that are given."""
-    found = []
-    for name, predicted in predictions.items():
-        errors = errors_of(predicted, measured)
-        found.append(
-            Simulator(
-                name,
-                len(errors["e2e_mean"]),
-                {m: float(np.median(e)) if e else None for m, e in errors.items()},
-                {m: float(np.mean(e)) if e else None for m, e in errors.items()},
-            )
-        )
-    return found
-
-
-def simulators_csv(found: Sequence[Simulator], runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return one line for each simulator, set and metric: the errors of `vllm-h100`'s rows, and of
-    the means of `vllm-rtx`'s runs.
-    """
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["set", "simulator", "metric", "rows", "median_error", "mape"])
-    for simulator in found:
-        for metric in METRICS:
-            median, mape = simulator.median[metric], simulator.mape[metric]
-            if median is not None and mape is not None:
-                numbers = [simulator.rows, f"{median:.4f}", f"{mape:.4f}"]
-                writer.writerow(["vllm-h100", simulator.name, metric, *numbers])
-    for line in runs:
-        numbers = [line["rows"], f"{line['median']:.4f}", f"{line['mape']:.4f}"]
-        writer.writerow(["vllm-rtx", line["simulator"], line["metric"], *numbers])
-    return out.getvalue()
-
-
-def heads_csv(found: Sequence[Simulator], runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return what heads of reports on cards state, as `lab.cards.engines` reads it: the errors of
-    `--card` on the rows of `vllm-h100`, and those of operator tables on the runs of `vllm-rtx`.
-    """
-    lines = [
-        HeadError(*H100, metric, simulator.rows, round(median, 4))
-        for simulator in found
-        if simulator.name == BY_CARD
-        for metric, median in simulator.median.items()
-        if median is not None
-    ]
-    lines += [
-        HeadError(*RTX, line["metric"], line["rows"], round(line["median"], 4))
-        for line in runs
-        if line["simulator"] == OURS
-    ]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(HeadError.__struct_fields__)
-    writer.writerows(msgspec.structs.astuple(line) for line in lines)
     return out.getvalue()
 
 
@@ -274,25 +187,8 @@ def render_stages(
     return "\n".join(lines)
 
 
-def render_simulators(found: Sequence[Simulator]) -> str:
-    """Return the median errors of all simulators for a terminal, in percent."""
-    lines = [f"{'simulator':26} {'rows':>5}" + "".join(f"  {m:>9}" for m in METRICS)]
-    for simulator in found:
-        cells = "".join(
-            f"  {NO_ERROR:>9}" if x is None else f"  {100 * x:8.1f}%"
-            for x in simulator.median.values()
-        )
-        lines.append(f"{simulator.name:26} {simulator.rows:>5}{cells}")
-    return "\n".join(lines)
-
-
 # Pictures: SVG that needs nothing but a browser.
 
-STYLE = (
-    "text{font:13px system-ui,sans-serif;fill:#222}.small{font-size:11px;fill:#555}"
-    ".grid{stroke:#ddd}.line{stroke:#999;stroke-dasharray:4 3}.point{fill:#4078c0;opacity:.45}"
-    ".bar{fill:#4078c0}.other{fill:#b8b8b8}"
-)
 PANEL, MARGIN = 260, 56
 Scale = Callable[[float], float]
 
@@ -304,7 +200,7 @@ def draw_requests(predictions: Sequence[Prediction]) -> str:
     given = [prediction for prediction in predictions if prediction.run.served is not None]
     width = MARGIN + len(MEASURES) * (PANEL + MARGIN)
     height = 30 + len(given) * (PANEL + 2 * MARGIN)
-    parts = [_open(width, height)]
+    parts = [open_picture(width, height)]
     for line, prediction in enumerate(given):
         run = prediction.run
         assert run.served is not None
@@ -350,43 +246,3 @@ def _panel(title: str, measured: Floats, predicted: Floats, left: float, top: fl
         for x, y in zip(measured, predicted, strict=True)
     ]
     return parts
-
-
-def draw_simulators(found: Sequence[Simulator]) -> str:
-    """Return the median errors of the means, a bar for each simulator, on a scale of logarithms."""
-    shown = ("e2e_mean", "itl_mean", "ttft_mean")
-    titles = ("end to end, mean", "time per token, mean", "time to first token, mean")
-    row, left, span = 20, 250, 480
-    height = 50 + sum(30 + row * len(found) for _ in shown)
-    parts = [_open(left + span + 80, height)]
-
-    def x(share: float) -> float:
-        return float(span * np.log10(max(100 * share, 1.0)) / 3)
-
-    y = 24.0
-    for metric, title in zip(shown, titles, strict=True):
-        parts.append(f'<text x="10" y="{y:.0f}">{title}: median error over the given rows</text>')
-        for simulator in found:
-            y += row
-            error = simulator.median[metric]
-            parts.append(
-                f'<text class="small" x="{left - 8}" y="{y:.0f}" text-anchor="end">'
-                f"{simulator.name}, {simulator.rows} rows</text>"
-            )
-            if error is not None:
-                kind = "bar" if simulator.name == OURS else "other"
-                parts.append(
-                    f'<rect class="{kind}" x="{left}" y="{y - 10:.0f}" width="{x(error):.1f}" '
-                    f'height="11"/><text class="small" x="{left + x(error) + 5:.0f}" '
-                    f'y="{y:.0f}">{100 * error:.1f}%</text>'
-                )
-        y += 34
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _open(width: float, height: float) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'role="img"><style>{STYLE}</style><rect width="{width:.0f}" height="{height:.0f}" '
-        'fill="#fff"/>'
-    )
