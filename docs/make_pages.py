@@ -106,7 +106,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         BaseScheduler,
         [
             *("schedule", "order", "group_by", "victim", "draft_length", "on_finish"),
-            *("retention", "add_request", "update_from_output", "gauges"),
+            *("decoded_on", "retention", "add_request", "update_from_output", "gauges"),
         ],
     ),
     (

@@ -79,6 +79,13 @@ class FairOrder(OrderPart):
         for client, num_tokens in Counter(map(self.client, requests)).items():
             self.charge(client, self.options.output_weight * num_tokens)
 
+    def decoded_on(self, requests: list[Request], num_steps: int) -> None:
+        """Charge for steps that only decode, as if each had begun and been charged for."""
+        self.begin()
+        for client, num_tokens in Counter(map(self.client, requests)).items():
+            for _ in range(num_steps):  # one by one, since sums of floats are rounded each time
+                self.charge(client, self.options.output_weight * num_tokens)
+
     def line(self, step: Step, prompts: list[Request], num_tokens: int | None) -> Iterator[Request]:
         yield from sorted(prompts, key=lambda r: self.counters[self.client(r)])
         waiting = self.policy.waiting
@@ -186,6 +193,7 @@ class FairScheduler(BaseScheduler):
     """Decodes, running prompts, then the next request of the client that was served least."""
 
     admits_in_order = "group"
+    keeps_decoding = True
 
     class Options(FairOrder.Options):
         chunk_size: PositiveInt | None = None  # tokens per step (default: max_num_batched_tokens)
@@ -211,6 +219,9 @@ class FairScheduler(BaseScheduler):
             else:
                 break
         return step.output()
+
+    def decoded_on(self, requests: list[Request], num_steps: int) -> None:
+        self.clients.decoded_on(requests, num_steps)
 
     def gauges(self) -> dict[str, float]:
         return self.clients.gauges()

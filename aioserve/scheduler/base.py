@@ -93,8 +93,8 @@ class BaseScheduler(SchedulerInterface):
     uses_step_time: bool = False
     #: A promise that the contract checks: while no request waits and every prompt is computed, a
     #: step gives each request one token, whatever the clock says, and changes nothing in the
-    #: policy. `compare --fleet` then plans many such steps at once. A class that overrides
-    #: `schedule` or `update_from_output` must set it again.
+    #: policy but what `decoded_on` does as well. `compare --fleet` then plans many such steps at
+    #: once. A class that overrides `schedule` or `update_from_output` must set it again.
     keeps_decoding: ClassVar[bool] = False
     #: Seconds after which `order` is asked again for every waiting request, before the next step:
     #: for keys that depend on the time. None: only on entry, and by `reorder` and `reorder_all`.
@@ -252,6 +252,12 @@ class BaseScheduler(SchedulerInterface):
     def on_finish(self, request: Request, reason: str) -> None:
         """Called before the next step for each request that has ended. The reason is "stop",
         "length", "abort", "timeout", "error" or "rejected".
+        """
+
+    def decoded_on(self, requests: list[Request], num_steps: int) -> None:
+        """Count steps of a policy that promises `keeps_decoding`, for which it was not asked:
+        `num_steps` in a row, each with one more token for each of these requests, all that run,
+        while none waited. Afterwards the policy must be as if it had planned them one by one.
         """
 
     def draft_length(self, request: Request) -> int | None:

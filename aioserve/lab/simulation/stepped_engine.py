@@ -35,6 +35,7 @@ class MultiStepDecode:
 
     def __init__(self, scheduler: BaseScheduler) -> None:
         """`follows` must have been true of this scheduler's newest step."""
+        self._scheduler = scheduler
         self._book = scheduler.book
         self._kv_cache = scheduler.kv_cache
         self.requests: list[Request] = scheduler.book.in_flight[0][1]
@@ -88,6 +89,7 @@ class MultiStepDecode:
     def go_on(self, token_ids: Sequence[Sequence[int]]) -> None:
         """The step in flight has come back, and those after it but the last, which is in flight in
         its place, as the same output. `token_ids` are what they brought, by row, one a step.
+        Raises `PolicyError` if the policy cannot count them.
         """
         count, size = len(token_ids[0]), self._kv_cache.block_size
         growing: list[tuple[int, Request, int]] = []  # step, request, its computed tokens before
@@ -105,6 +107,8 @@ class MultiStepDecode:
             self._kv_cache.cache_full_blocks(request, num_computed)
             self._kv_cache.grow(request, 1)
         self._book.count_decodes(count, len(self.requests))
+        with blamed(type(self._scheduler), "decoded_on()"):
+            self._scheduler.decoded_on(self.requests, count)
 
     def _num_missing(self, count: int) -> int:
         """KV blocks that `count` more steps take."""
