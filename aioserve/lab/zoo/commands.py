@@ -14,6 +14,7 @@ import msgspec
 
 from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_card, add_output, read_card
+from aioserve.lab.comparison.arguments import add_price
 from aioserve.lab.comparison.candidates import Candidate
 from aioserve.lab.comparison.document import encode
 from aioserve.lab.terminal import paint, progress
@@ -83,7 +84,8 @@ def run_zoo(words: Sequence[str]) -> int:
     measured = _measure(candidates, seeds, arguments.jobs, has_costs, scales)
     results = results.with_entries(measured)
     names = [candidate.name for candidate in candidates] if arguments.policies else []
-    print(paint(render_board(results)))
+    price = arguments.price_per_hour
+    print(paint(render_board(results, price)))
     for name, policy in zip(names, arguments.policies, strict=True):
         print("\n" + paint(render_policy(results, name)))
         print(f"\na cell of this row again: {reproducing(policy, len(seeds))}")
@@ -91,9 +93,9 @@ def run_zoo(words: Sequence[str]) -> int:
         print(f"\na cell again: {reproducing('POLICY', len(seeds))}")
     if arguments.store:
         write_results(results, file)
-    write(arguments.json, encode(msgspec.to_builtins(as_document(results, names))))
+    write(arguments.json, encode(msgspec.to_builtins(as_document(results, names, price))))
     if arguments.html:
-        write(arguments.html, render_page(results, names).encode())
+        write(arguments.html, render_page(results, names, price).encode())
     return 0
 
 
@@ -153,6 +155,7 @@ def _parser() -> Parser:
         help="keep the results of policies that ship, in the installed package: for its authors",
     )
     add_card(parser)
+    add_price(parser)
     add_output(parser, "--html", help="write a report to this HTML file")
     add_output(parser, "--json", help="write all numbers to this JSON file")
     return parser

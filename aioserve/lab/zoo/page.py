@@ -5,11 +5,12 @@ no network and no script.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from statistics import fmean
 
 from aioserve.lab.comparison.bootstrap import MIN_SEEDS
-from aioserve.lab.comparison.measures import IN_TIME, Row, number
+from aioserve.lab.comparison.measures import IN_TIME, MILLION, SECONDS_PER_HOUR, Row, number
 from aioserve.lab.comparison.report import FOLDER
 from aioserve.lab.zoo.standing import (
     JOULES,
@@ -30,32 +31,53 @@ from aioserve.lab.zoo.standing import (
     surely_less,
 )
 
+PRICE = "price, 1M"
+OUTPUT_TOKENS = next(row for row in MEASURES if row.statistic == "output_tokens_per_second")
 NUM_NEIGHBOURS = 2  # policies above, and below, that are named beside one
 
 
-def render_board(results: Results) -> str:
-    """Return a line for each policy, the best overall first."""
-    board = leaderboard(results)
+def render_board(results: Results, price_per_hour: float | None = None) -> str:
+    """Return a line for each policy, the best overall first; with the price of a million output
+    tokens where an hour of the machine has one.
+    """
+    board, costs = leaderboard(results), _costs(results, price_per_hour)
     name_width = max(len(standing.name) for standing in board)
     head = [f"{'rank':14}{'policy':{name_width}}"]
-    has_energy = any(not math.isnan(joules(e)) for e in results.policies.values())
-    last = "J a token" if has_energy else "us a step"
-    head += [f"{name:>11}" for name in (*WORKLOADS, OVERALL, last)]
+    head += [f"{name:>11}" for name in (*WORKLOADS, OVERALL, *costs)]
     lines = [f"{title(results)}: in time, %", *on_machine(results), "".join(head)]
     for standing in board:
         cells = [f"{100 * standing.ranks[w].value:11.1f}" for w in (*WORKLOADS, OVERALL)]
-        cost = results.policies[standing.name].cost
-        if has_energy:
-            cells.append(f"{joules(results.policies[standing.name]):11.3f}")
-        else:
-            cells.append(f"{cost.us:11,.0f}" if cost is not None else f"{'-':>11}")
+        cells += [f"{said(results.policies[standing.name]):>11}" for said in costs.values()]
         lines.append(f"{standing.overall!s:14}{standing.name:{name_width}}{''.join(cells)}")
+    if price_per_hour is not None:
+        lines.append(f"{PRICE}: the price of a million output tokens, the mean over the workloads")
     return "\n".join(lines)
+
+
+def _costs(results: Results, price_per_hour: float | None) -> dict[str, Callable[[Entry], str]]:
+    """Return the columns of a board that say what a policy costs: joules where they are known of
+    the machine, else CPU time; and the price of a million output tokens, if an hour has one.
+    """
+    if any(not math.isnan(joules(entry)) for entry in results.policies.values()):
+        found: dict[str, Callable[[Entry], str]] = {"J a token": lambda e: f"{joules(e):.3f}"}
+    else:
+        found = {"us a step": lambda e: "-" if e.cost is None else f"{e.cost.us:,.0f}"}
+    if price_per_hour is not None:
+        found[PRICE] = lambda e: f"{price_of(e, price_per_hour):.3f}"
+    return found
 
 
 def joules(entry: Entry) -> float:
     """Return joules per output token, the mean over the workloads; NaN: not known."""
     return mean_of(entry, OVERALL, JOULES)
+
+
+def price_of(entry: Entry, price_per_hour: float) -> float:
+    """Return the price of a million output tokens where an hour of the machine costs so much: the
+    mean over the workloads.
+    """
+    seconds = [MILLION / max(mean_of(entry, w, OUTPUT_TOKENS), 1e-9) for w in WORKLOADS]
+    return price_per_hour / SECONDS_PER_HOUR * fmean(seconds)
 
 
 def on_machine(results: Results) -> list[str]:
@@ -167,8 +189,15 @@ def cell(results: Results, name: str, workload: str, row: Row) -> str:
     return text if rank is None else f"{text} ({rank.rank})"
 
 
-def as_document(results: Results, names: list[str]) -> dict[str, object]:
-    """Return all of it as plain data: the board, and for the named policies each value and rank."""
+def as_document(
+    results: Results, names: list[str], price_per_hour: float | None = None
+) -> dict[str, object]:
+    """Return all of it as plain data: the board, and for the named policies each value and rank;
+    with the price of a million output tokens by policy, if an hour of the machine has a price.
+    """
+    prices = {}
+    if price_per_hour is not None:
+        prices = {name: price_of(entry, price_per_hour) for name, entry in results.policies.items()}
     ranks = {w: {key(row): ranks_of(results, w, row) for row in MEASURES} for w in WORKLOADS}
     return {
         "standard": results.standard,
@@ -177,6 +206,7 @@ def as_document(results: Results, names: list[str]) -> dict[str, object]:
         "aioserve": results.aioserve,
         "workloads": list(WORKLOADS),
         "board": leaderboard(results),
+        **({"price_per_million_output": prices} if prices else {}),
         "policies": {
             name: {
                 "cost": results.policies[name].cost,
@@ -314,8 +344,10 @@ RANKS = (
 )
 
 
-def render_page(results: Results, names: Sequence[str]) -> str:
-    """Return the page; `names` are the policies that are shown by every measure."""
+def render_page(results: Results, names: Sequence[str], price_per_hour: float | None = None) -> str:
+    """Return the page; `names` are the policies that are shown by every measure. An hour of the
+    machine may have a price.
+    """
     board = leaderboard(results)
     parts = [f"<h1>The zoo: {escape(title(results))}</h1>"]
     parts.append(f'<p class="faint">{escape(RANKS)}</p>')
@@ -323,7 +355,7 @@ def render_page(results: Results, names: Sequence[str]) -> str:
         if standing.name in names:
             parts.append(f"<p><b>{escape(place_in_words(standing))}</b></p>")
     parts.append(f'<div class="panel">{draw(board, names)}</div>')
-    parts += ["<h2>All policies</h2>", _board(results)]
+    parts += ["<h2>All policies</h2>", _board(results, price_per_hour)]
     for name in names:
         parts += [f"<h2>{escape(name)}</h2>"]
         words = [*against_in_words(results, name), unfinished_in_words(results, name)]
@@ -342,15 +374,14 @@ def render_page(results: Results, names: Sequence[str]) -> str:
     )
 
 
-def _board(results: Results) -> str:
-    rows = []
+def _board(results: Results, price_per_hour: float | None) -> str:
+    rows, costs = [], _costs(results, price_per_hour)
     for standing in leaderboard(results):
-        cost = results.policies[standing.name].cost
         ranks = [standing.ranks[w] for w in (*WORKLOADS, OVERALL)]
         cells = [f"{100 * rank.value:.1f} <span class='faint'>#{rank}</span>" for rank in ranks]
-        cells.append("-" if cost is None else f"{cost.us:,.0f}")
+        cells += [said(results.policies[standing.name]) for said in costs.values()]
         rows.append([escape(standing.name), *cells])
-    return _table(["policy", *WORKLOADS, OVERALL, "us a step"], rows)
+    return _table(["policy", *WORKLOADS, OVERALL, *costs], rows)
 
 
 def _measures(results: Results, name: str) -> str:

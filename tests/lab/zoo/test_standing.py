@@ -1,13 +1,20 @@
 """Ranks count who is better on average, and their ranges leave to chance what it can explain."""
 
 import math
+from statistics import fmean
 
 import numpy as np
 import pytest
 
 from aioserve.lab.comparison.measures import IN_TIME
 from aioserve.lab.zoo.cost import Cost
-from aioserve.lab.zoo.page import against_in_words, render_board, render_policy
+from aioserve.lab.zoo.page import (
+    against_in_words,
+    as_document,
+    render_board,
+    render_page,
+    render_policy,
+)
 from aioserve.lab.zoo.standing import (
     MEASURES,
     OVERALL,
@@ -17,8 +24,10 @@ from aioserve.lab.zoo.standing import (
     Scores,
     key,
     leaderboard,
+    measured_file,
     pair_p_value,
     ranks_of,
+    read_results,
     surely_less,
 )
 
@@ -101,6 +110,24 @@ def test_the_board_and_a_policy_are_told_in_lines_of_their_numbers() -> None:
     assert "gap p99" not in text  # undefined everywhere
     assert OVERALL not in WORKLOADS
     assert IN_TIME.good == 1
+
+
+def test_a_board_has_prices_where_an_hour_of_the_machine_has_one() -> None:
+    stored = read_results(measured_file("h100-llama-3.1-8b"))
+    [name, *_] = [standing.name for standing in leaderboard(stored)]
+    seconds = [
+        1e6 / fmean(stored.policies[name].scores[w]["output_tokens_per_second"]) for w in WORKLOADS
+    ]
+    price = fmean(seconds) * 2.5 / 3600
+    [head, first, *_] = render_board(stored, 2.5).splitlines()[2:]
+    assert head.endswith("J a token  price, 1M")
+    assert first.split()[-1] == f"{price:.3f}"
+    assert f"{price:.3f}" in render_page(stored, [], 2.5)
+    found = as_document(stored, [], 2.5)["price_per_million_output"]
+    assert isinstance(found, dict)
+    assert found[name] == pytest.approx(price)
+    for text in (render_board(stored), render_page(stored, [])):
+        assert "price" not in text
 
 
 def test_of_many_equal_policies_seldom_one_pair_differs_by_holm() -> None:
