@@ -83,11 +83,12 @@ def _of_run(run: MeasuredRun) -> KvBlocks:
     cards = int(run.engine.get("tensor_parallel_size", 1))
     step_tokens = int(run.engine["max_num_batched_tokens"])
     card = CARDS.get(run.machine)
+    ours: int | None = None
     if run.blocks is None:
-        ours, why = None, "the run does not say how many it had"
+        why = "the run does not say how many it had"
     elif card is None:
         known = ", ".join(sorted(databases()))
-        ours, why = None, f"{EXTRA} has no tables of this card, but those of {known}"
+        why = f"{EXTRA} has no tables of this card, but those of {known}"
     else:
         options = {"card": card, "model": run.model, "tp": cards}
         ours, why = _held(options, step_tokens)
