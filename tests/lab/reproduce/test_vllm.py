@@ -316,7 +316,7 @@ def test_blocks_are_compared_where_both_are_known() -> None:
         "here": "900",
         "difference": "-10.0%",
     }
-    assert blocks_left_out([known, unknown]) == ["X-run: vLLM had 500; no tables."]
+    assert blocks_left_out([known, unknown]) == ["X-run: vLLM had 500 blocks; no tables."]
     lines = list(csv.DictReader(blocks_csv([known, unknown]).splitlines()))
     assert [line["difference"] for line in lines] == ["-0.1000", ""]
 

@@ -123,7 +123,7 @@ def blocks_left_out(found: Sequence[KvBlocks]) -> list[str]:
     """Return a sentence for each run of which one of the numbers is not known, and why."""
     return [
         f"{', '.join(line.runs)}: "
-        + (f"vLLM had {line.reported:,}; " if line.reported else "")
+        + (f"vLLM had {line.reported:,} blocks; " if line.reported else "")
         + f"{line.why}."
         for line in found
         if line.difference is None
