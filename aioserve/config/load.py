@@ -46,9 +46,7 @@ def set_value(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def parse_option(text: str) -> Any:
-    """Return `64`, `1e-3`, `true`, `[1, 2]` or `{a: b}` as YAML reads it; any other text is
-    itself.
-    """
+    """Return `64`, `true`, `[1, 2]` or `{a: b}` as YAML reads it; any other text is itself."""
     from yaml import YAMLError
 
     try:

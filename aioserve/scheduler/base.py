@@ -255,9 +255,8 @@ class BaseScheduler(SchedulerInterface):
         """
 
     def decoded_on(self, requests: list[Request], num_steps: int) -> None:
-        """Count steps of a policy that promises `keeps_decoding`, for which it was not asked:
-        `num_steps` in a row, each with one more token for each of these requests, all that run,
-        while none waited. Afterwards the policy must be as if it had planned them one by one.
+        """Count `num_steps` steps that a policy with `keeps_decoding` was not asked for: each gave
+        a token to each of these requests, all that run, while none waited.
         """
 
     def draft_length(self, request: Request) -> int | None:

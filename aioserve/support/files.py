@@ -12,7 +12,6 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,24 +46,15 @@ def read_yaml(path: Path, what: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the text of YAML as plain data, `1e-3` as a number, as it is in JSON and YAML 1.2.
-    Raises `YAMLError` of PyYAML, and `ValueError` for an impossible date.
+    """Return YAML as plain data, `1e-3` as a number, as in YAML 1.2. Raises `YAMLError`, and
+    `ValueError` for an impossible date.
     """
     import yaml
 
-    return yaml.load(text, _loader())  # noqa: S506 - a safe one
-
-
-@lru_cache(maxsize=1)
-def _loader() -> Any:
-    import yaml
-
-    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-        """The safe loader of YAML 1.1, to which a number with an exponent needs no point."""
-
+    loader: Any = type("Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {})
     number = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
-    return Loader
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    return yaml.load(text, loader)  # noqa: S506 - a safe one
 
 
 def read_struct(path: Path, what: str, kind: type[T]) -> T:
@@ -78,8 +68,7 @@ def read_struct(path: Path, what: str, kind: type[T]) -> T:
         raise ConfigError(f"{what} {path}: {explain(error, kind)}") from error
 
 
-# The files of `configs/`, which come with the package, by name. Knows where they lie: inside an
-# installed package, or at the top of a clone. Knows nothing of what is in them.
+# The files of `configs/` by name: inside an installed package, or at the top of a clone.
 
 
 HERE = Path(__file__).parents[1]
@@ -142,7 +131,6 @@ def configs_folder() -> Path:
 
 
 # Files to write: whether they can be written is found out before the work; logs lose no older one.
-# Knows paths. Knows nothing about what is written.
 
 
 logger = logging.getLogger(__name__)
