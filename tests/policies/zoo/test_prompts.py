@@ -102,3 +102,32 @@ def test_small_prefills_holds_nothing_back_for_more_steps_than_it_may_or_beside_
         for name in ("stream", "a", "large")
     ]
     assert served == [0, 4, 5]
+
+
+def test_laps_computes_short_and_long_prompts_in_steps_of_their_own() -> None:
+    options = {"short": 8, "depth": 2, "chunk_size": 16}
+    harness = harness_of("laps", options=options)
+    harness.add_request("long", [1] * 60, max_tokens=2)
+    harness.step()
+    for name in "ab":
+        harness.add_request(name, [ord(name) % 50] * 6, max_tokens=2)
+    harness.run_until_idle()
+    prompts = [{r for r, n in plan.items() if n > 1} for plan in plans(harness)]
+    assert {"a", "b"} in prompts
+    assert not any("long" in together and len(together) > 1 for together in prompts)
+    assert first_served(harness) == ["long", "a", "b"]  # they pass the rest of the long prompt
+
+
+def test_laps_waits_for_a_batch_of_short_prompts_and_not_for_longer_than_it_may() -> None:
+    def first_step(depth: int) -> int:
+        options = {"short": 8, "depth": depth, "max_wait": 0.05}
+        harness = harness_of("laps", options=options)
+        harness.add_request("stream", [1] * 20, max_tokens=30)
+        harness.step()
+        harness.add_request("a", [2] * 6, max_tokens=2)
+        for _ in range(20):
+            harness.step()
+        return next(i for i, plan in enumerate(plans(harness)) if "a" in plan)
+
+    assert first_step(depth=1) == 1
+    assert 1 < first_step(depth=2) < 20
