@@ -14,7 +14,7 @@ def traffic() -> list[Job]:
     """Chats of up to 120 tokens, and one long document in five."""
     rng = random.Random(1)
     now, jobs = 0.0, []
-    for number in range(250):
+    for number in range(120):
         now += rng.expovariate(8.0)
         length = rng.randint(2000, 8000) if rng.random() < 0.2 else rng.randint(20, 300)
         jobs.append(Job(now, [number + 3] * length, rng.randint(20, 120)))

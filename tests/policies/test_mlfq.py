@@ -86,7 +86,7 @@ def test_short_of_memory_little_is_computed_twice() -> None:
     """Half a minute at twice what the memory is for, as a chat has it: outputs of one size."""
     rng = random.Random(2)
     jobs = [
-        Job(0.04 * i, [i + 3] * rng.randint(200, 1500), rng.randint(50, 350)) for i in range(300)
+        Job(0.04 * i, [i + 3] * rng.randint(200, 1500), rng.randint(50, 350)) for i in range(150)
     ]
     limits: dict[str, Any] = {"max_num_seqs": 24, "num_kv_blocks": 1200}
     fcfs, mlfq = (serve(policy, jobs, **limits) for policy in ("fcfs", "mlfq"))

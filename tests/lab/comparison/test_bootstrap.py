@@ -163,7 +163,7 @@ def test_a_ratio_of_latencies_has_an_interval_of_positive_factors() -> None:
 
 def test_of_many_equal_clients_seldom_one_differs() -> None:
     comparisons_with_a_difference = {1: 0, 20: 0}
-    for i in range(20):
+    for i in range(10):
         rng = np.random.default_rng(i)
         first, second = rng.exponential(1.0, (2, 4000))
         sampling = sample_one(block_numbers(4000), [], 400)
@@ -180,8 +180,8 @@ def test_of_many_equal_clients_seldom_one_differs() -> None:
             ]
             is_any = any(difference.is_distinguishable for difference in differences)
             comparisons_with_a_difference[num_intervals] += is_any
-    assert comparisons_with_a_difference[1] >= 8  # 64% of 20 are 13
-    assert comparisons_with_a_difference[20] <= 4  # 5% of 20 are 1
+    assert comparisons_with_a_difference[1] >= 4  # 64% of 10 are 6
+    assert comparisons_with_a_difference[20] <= 2  # 5% of 10 are none
 
 
 def test_so_little_that_an_interval_would_claim_too_much_has_none() -> None:

@@ -76,7 +76,7 @@ def test_search_finds_the_knee_between_two_probes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "knee.json"
-    words = ["search", CHUNKED, "--workload", MIXED, "--limit", "150", "--slo", "ttft=0.5"]
+    words = ["search", CHUNKED, "--workload", MIXED, "--limit", "80", "--slo", "ttft=0.5"]
     assert main([*words, "--tolerance", "0.1", "--json", str(data)]) == 0
     knee = json.loads(data.read_bytes())
     assert 5 < knee["rate"] < knee["rate_above"] <= knee["rate"] * 1.1
@@ -115,7 +115,7 @@ def test_the_shipped_programs_are_measured_against_themselves_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, page = tmp_path / "out.json", tmp_path / "out.html"
-    words = ["compare", "fcfs", "--workload", "agents", "--seeds", "2", "--limit", "150"]
+    words = ["compare", "fcfs", "--workload", "agents", "--seeds", "1", "--limit", "60"]
     assert main([*words, "--json", str(data), "--html", str(page)]) == 0
     printed = capsys.readouterr().out
     assert "The requests make up" in printed
@@ -130,11 +130,11 @@ def test_the_shipped_programs_are_measured_against_themselves_alone(
 
 def test_search_counts_a_program_as_one(tmp_path: Path) -> None:
     data = tmp_path / "knee.json"
-    words = ["search", "fcfs", "--workload", "agents", "--limit", "120", "--tolerance", "0.5"]
+    words = ["search", "fcfs", "--workload", "agents", "--limit", "60", "--tolerance", "0.5"]
     limits = ["--slo", "agent:program=20", "--goodput", "0.5"]
     assert main([*words, *limits, "--json", str(data)]) == 0
     knee = json.loads(data.read_bytes())
-    programs = generate(read_spec(ROOT / "configs/workloads/agents.yaml"), 0).cut(limit=120)
+    programs = generate(read_spec(ROOT / "configs/workloads/agents.yaml"), 0).cut(limit=60)
     own = [requests for requests in programs_of(programs) if not aborts(programs, requests)]
     chats = [request for request in programs.requests if request.kind == "chat"]
     # What the file says of chats holds beside what the command says of agents.
@@ -158,7 +158,7 @@ def test_a_workload_states_limits_and_search_asks_each_class_for_its_share(
     path, found = tmp_path / "own.yaml", []
     text = Path(MIXED).read_text()
     path.write_text(text.replace("    share: 0.1", "    slo: {ttft: 0.5, gap: 2}\n    share: 0.1"))
-    words = ["search", CHUNKED, "--workload", str(path), "--limit", "150", "--goodput", "0.9"]
+    words = ["search", CHUNKED, "--workload", str(path), "--limit", "80", "--goodput", "0.9"]
     words += ["--slo", "chat:ttft=0.5", "--tolerance", "0.2"]
     for more in ([], ["--each-class"]):
         data = tmp_path / "knee.json"

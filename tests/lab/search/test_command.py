@@ -11,7 +11,7 @@ from aioserve.cli.main import main
 from aioserve.lab.search.tuning import DEFAULT, Tuning
 
 CHUNKS = ["--set", "scheduler.options.chunk_size=64,2048"]
-SMALL = ["search", "chunked_prefill", "--workload", "mixed", "--limit", "60"]
+SMALL = ["search", "chunked_prefill", "--workload", "mixed", "--limit", "30"]
 
 
 def test_options_are_tuned_on_some_seeds_and_judged_on_others(
@@ -36,7 +36,7 @@ def test_options_are_tuned_on_some_seeds_and_judged_on_others(
 def test_the_rate_within_the_slo_decides_unless_a_measure_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["search", "chunked_prefill", "--workload", "mixed", "--limit", "40", *CHUNKS]
+    words = ["search", "chunked_prefill", "--workload", "mixed", "--limit", "20", *CHUNKS]
     words += ["--seeds", "1", "--slo", "gap=0.02", "--goodput", "0.9", "--tolerance", "1"]
     assert main(words) == 0
     printed = capsys.readouterr().out

@@ -36,7 +36,7 @@ def test_the_standard_is_that_of_its_digest() -> None:
 def test_a_workload_of_another_seed_or_rate_has_another_digest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aioserve.lab.zoo.standing.SEEDS", (1, 2, 3, 4, 6))
+    monkeypatch.setattr("aioserve.lab.zoo.standing.SEEDS", (1,))
     assert standard_digest() != DIGEST
 
 

@@ -36,7 +36,7 @@ class TestContractOfBothKinds(PolicyContract):
 def chats() -> list[Job]:
     rng = random.Random(1)
     now, jobs = 0.0, []
-    for number in range(200):
+    for number in range(100):
         now += rng.expovariate(8.0)
         jobs.append(Job(now, [number + 3] * rng.randint(20, 900), rng.randint(20, 120)))
     return jobs
@@ -55,11 +55,11 @@ def p99_gap(served: list[Served]) -> float:
 @pytest.mark.parametrize("depth", mostly_slow([1, 2], but=[1]))
 def test_a_batch_beside_chats_costs_their_gaps_less_than_a_tenth(depth: int) -> None:
     alone = serve(POLICY, chats(), pipeline_depth=depth)
-    both = serve(POLICY, chats() + batch(300), pipeline_depth=depth)
+    both = serve(POLICY, chats() + batch(150), pipeline_depth=depth)
     online, offline = both[: len(alone)], both[len(alone) :]
     assert p99_gap(online) < 1.1 * p99_gap(alone)
     assert all(s.finish_reason == "length" for s in offline)
-    blind = serve("chunked_prefill", chats() + batch(300), pipeline_depth=depth)[: len(alone)]
+    blind = serve("chunked_prefill", chats() + batch(150), pipeline_depth=depth)[: len(alone)]
     assert p99_gap(blind) > 1.1 * p99_gap(alone)
 
 
