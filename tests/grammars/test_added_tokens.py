@@ -15,6 +15,7 @@ from aioserve.features.grammars.tokenizer import SeenTokenizer
 from aioserve.model_source.info import ModelInfo
 from aioserve.params import StructuredOutputs
 from tests.added_tokens import FAMILIES, family_model
+from tests.slow import mostly_slow
 
 # The loop is the subject of other tests.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -52,7 +53,9 @@ class Bound:
         return said
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module", params=mostly_slow(FAMILIES, but=["gemma", "gpt_oss", "mistral", "qwen"])
+)
 def bound(request, tmp_path_factory) -> Iterator[Bound]:
     family = FAMILIES[request.param]
     found = Bound(family_model(family, tmp_path_factory.mktemp("family")))

@@ -322,6 +322,7 @@ async def test_no_kind_of_request_gets_other_tokens(tmp_path: Path) -> None:
     assert stats.num_accepted_tokens > 10
 
 
+@pytest.mark.parametrize("model", mostly_slow(KINDS, but=["qwen3_5_text"]), indirect=True)
 async def test_aborted_requests_change_no_token_of_others(model: Path) -> None:
     found = await say(model, "mtp", num_aborted=5)
     for number, (own, expected) in enumerate(zip(found, await say_plainly(model), strict=True)):

@@ -5,6 +5,7 @@ In pieces, beside others, from prefixes, after preemptions, with slots for few s
 
 import asyncio
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +128,17 @@ async def test_pressure_changes_no_token(
             assert found == expected
 
 
+IN_PIECES = SchedulerConfig(policy="chunked_prefill", max_num_batched_tokens=24, max_num_seqs=4)
+PREEMPTED = SchedulerConfig(policy="fcfs", max_num_seqs=4)
+
+
 @pytest.mark.parametrize(
-    "scheduler",
-    [
-        SchedulerConfig(policy="chunked_prefill", max_num_batched_tokens=24, max_num_seqs=4),
-        SchedulerConfig(policy="fcfs", max_num_seqs=4),
-    ],
-    ids=["pieces", "preempted"],
+    ("model", "scheduler"),
+    mostly_slow(
+        product(MODELS, [IN_PIECES, PREEMPTED]),
+        but=[("qwen3_5_text", PREEMPTED), ("mamba2", IN_PIECES)],
+    ),
+    indirect=["model"],
 )
 async def test_wrong_drafts_leave_no_trace_in_states(
     model: Path, scheduler: SchedulerConfig, monkeypatch: pytest.MonkeyPatch

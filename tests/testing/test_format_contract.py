@@ -48,6 +48,8 @@ class TestShippedAtLength(FormatContract):
 LONG = {
     *("GoesRoundForEver", "MakesTextsOfAllValues", "BindsNoArguments", "LooksAtAllPiecesAgain"),
     *("LeavesStrictCallsFree", "GivesOneIdToAll", "CopiesAllText", "SwallowsContentAfterACall"),
+    *("BeginsWithMoreThanAToken", "BindsSeveralCalls", "WritesTokensAsText", "TrimsContent"),
+    *("CallsWithoutTools", "BindsAnotherText"),
 }
 
 

@@ -122,7 +122,7 @@ async def test_a_model_is_forced_into_calls_and_texts_with_its_added_tokens(
                 assert (choice["text"], choice["finish_reason"]) == (left, "stop")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, but=["gemma", "mistral", "phi", "qwen"]))
 async def test_a_call_in_the_tokens_of_its_family_is_read_and_may_be_strict(
     name: str, tmp_path: Path
 ) -> None:
