@@ -192,10 +192,13 @@ def test_typed_programs_pass_pyright_as_they_run(tmp_path: Path) -> None:
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
     for name, program in PROGRAMS.items():
         (tmp_path / f"{name.replace(' ', '_')}.py").write_text(program)
-    pyright = ("basedpyright", "--pythonpath", sys.executable)
-    assert run(tmp_path, *pyright) == "0 errors, 0 warnings, 0 notes\n"
-    (tmp_path / "streams.py").write_text(PROGRAM.replace("max_tokens=8", "max_tokns=8"))
-    assert 'No parameter named "max_tokns"' in run(tmp_path, *pyright)
+    (tmp_path / "wrong.py").write_text(PROGRAM.replace("max_tokens=8", "max_tokns=8"))
+    said = run(tmp_path, "basedpyright", "--pythonpath", sys.executable)
+    errors = [line for line in said.splitlines() if " - error: " in line]
+    assert len(errors) == 1, said
+    assert "wrong.py" in errors[0]
+    assert 'No parameter named "max_tokns"' in errors[0]
+    assert said.endswith("\n1 error, 0 warnings, 0 notes\n")
 
 
 def test_mistakes_are_found(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def test_on_a_bad_day_every_client_has_an_end_and_nothing_is_left(
     run_state_machine_as_test(
         type("DayOfDepth", (kind,), {"depth": depth, "injected": injected}),
         settings=settings(
-            max_examples=NUM_DAYS or 12,
+            max_examples=NUM_DAYS or 6,
             stateful_step_count=8,
             deadline=None,
             database=None,

@@ -14,7 +14,8 @@ from aioserve.features.multimodal.vision_language import load_parts
 from aioserve.kernels import Kernels, load_kernels, usable_variants
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
-from tests.seeing_models import SEEING_KINDS, make_seeing_model
+from tests.seeing_models import FEW_KINDS, SEEING_KINDS, make_seeing_model
+from tests.slow import mostly_slow
 
 if not usable_variants():
     pytest.skip("the kernels were not built", allow_module_level=True)
@@ -62,7 +63,7 @@ def test_masked_and_causal_attention_is_that_of_torch(is_causal: bool, is_masked
     torch.testing.assert_close(*both, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", SEEING_KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(SEEING_KINDS, but=FEW_KINDS))
 def test_the_encoder_of_every_family_attends_by_the_kernels(kind: str, tmp_path: Path) -> None:
     info = ModelInfo(ModelConfig(model=str(make_seeing_model(kind, tmp_path))))
     text, encoder = load_parts(info, torch.float32, None, None)

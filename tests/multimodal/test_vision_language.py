@@ -37,6 +37,7 @@ from tests.matrix.places import RunnerOfThreads, loading_one_at_a_time
 from tests.multimodal.pictures import bomb
 from tests.processes import COMPUTING_SECONDS, PATIENCE
 from tests.seeing_models import (
+    FEW_KINDS,
     NUM_TOKENS,
     SEEING_KINDS,
     Seeing,
@@ -130,7 +131,7 @@ def cut_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, but=["chunks"]))
-@pytest.mark.parametrize("kind", SEEING_KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(SEEING_KINDS, but=FEW_KINDS))
 async def test_tokens_are_those_of_generate(
     seeing: Callable[[str], Seeing], kind: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ class TestFcfs(PolicyContract):
 class TestVtc(PolicyContract):
     policy = PromptRoundsScheduler
     options = {"order": "vtc", "sees_late": True, "decode_steps": 2, "client_tokens": 1}  # noqa: RUF012
-    max_examples = 20
+    max_examples = 6
     # S-LoRA's rule goes through all running requests for each that may enter.
     test_schedule_costs_in_proportion_to_the_requests = None
 

@@ -16,6 +16,7 @@ from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.run import simulated
 from aioserve.lab.workloads.synthetic import WorkloadSource
+from tests.slow import mostly_slow
 
 RECORDED = Path(__file__).with_name("fleet_golden.json")
 LOADS = {"breakdown": 4, "agents": 7}  # replicas; the first of them fails and is slow
@@ -39,7 +40,7 @@ def decided(case: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_slow(CASES, but=[*CASES[:5], "agents session"]))
 def test_a_router_decides_what_it_decided(case: str) -> None:
     assert decided(case) == json.loads(RECORDED.read_text())[case]
 
