@@ -11,7 +11,13 @@ import psutil
 import pytest
 
 import aioserve
-from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from aioserve.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+)
 from aioserve.engine.operations import (
     AbortElsewhere,
     HealthCheck,
@@ -127,7 +133,8 @@ async def test_integers_that_messagepack_does_not_know_cross():
     params = SamplingParams(
         structured_outputs=StructuredOutputs(json=schema), max_tokens=10**20, temperature=0
     )
-    async with joined(MODEL) as (engine, _, [remote], _):
+    short = msgspec.structs.replace(MODEL, model=ModelConfig(max_model_len=64))
+    async with joined(short) as (engine, _, [remote], _):
         [here], [there] = [await read(front, "Say", params) for front in (engine, remote)]
         assert here.text == there.text != ""
 
