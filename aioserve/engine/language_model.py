@@ -94,6 +94,9 @@ class LanguageModel(Protocol):
     `RequestError`, `EngineOverloadedError`, `RequestFailedError` and `EngineDeadError`.
     """
 
+    # The options are spelled out: pyright takes an engine, whose `EngineFields` are more, for no
+    # implementation of a method with `Unpack[RequestFields]`.
+
     def generate(
         self,
         prompt: ModelPrompt,
