@@ -127,7 +127,9 @@ export class WhatIf {
       const said = trial.table.split("\n").find((line) => line.startsWith("On these ")) ?? "";
       this.say(`${said} That is exact in the simulation of these ${plural(trial.requests, "request")}; the comparison is below. ${trial.missing
         ? `Whether it holds for other traffic is open: intervals need ${plural(trial.missing, "request")} more.`
-        : "Whether it holds for other traffic is in the intervals: better and worse are said where one leaves out zero."}`);
+        : trial.table.includes("No difference has an interval")
+          ? "Whether it holds for other traffic is open: the comparison says why no difference has an interval."
+          : "Whether it holds for other traffic is in the intervals: better and worse are said where one leaves out zero."}`);
       byId("report-link").href = byId("report-frame").src = trial.report;
       byId("report-words").textContent = trial.table;
       byId("report").hidden = false;
