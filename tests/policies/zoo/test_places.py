@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.policies.zoo.harnesses import harness_of, preempted
+from tests.policies.zoo.harnesses import first_served, harness_of, plans, preempted
 
 
 @pytest.mark.parametrize(("policy", "loses"), [("cost_victim", "own"), ("sjf", "shared")])
@@ -30,3 +30,25 @@ def test_cost_victim_spares_what_is_near_its_end() -> None:
     while not preempted(harness):
         harness.step()
     assert preempted(harness)[0] == "early"
+
+
+def test_superinfer_gives_a_seat_to_what_has_waited_and_computes_nothing_again() -> None:
+    harness = harness_of("superinfer", max_num_seqs=1, options={"slice": 0.5})
+    harness.add_request("long", [1] * 4, max_tokens=60)
+    harness.step()
+    harness.wait(1)
+    harness.add_request("new", [2] * 4, max_tokens=2)
+    harness.run_until_idle()
+    order = [name for plan in plans(harness) for name in plan]
+    assert order.index("new") < 5
+    assert sum(plan.get("long", 0) for plan in plans(harness)) == 4 + 59
+
+
+def test_superinfer_lets_a_request_run_for_its_slice_before_it_rotates() -> None:
+    harness = harness_of("superinfer", max_num_seqs=1, options={"slice": 1000.0})
+    harness.add_request("long", [1] * 4, max_tokens=30)
+    harness.step()
+    harness.add_request("new", [2] * 4, max_tokens=2)
+    harness.run_until_idle()
+    assert first_served(harness) == ["long", "new"]
+    assert "new" not in {name for plan in plans(harness)[:30] for name in plan}
