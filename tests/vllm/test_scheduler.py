@@ -628,20 +628,25 @@ def test_rejected_and_late_requests_are_told_why(engine: Engine) -> None:
 POLICIES = sorted(set(available_policies()) - {"vllm"})
 
 
-WHOLE = [policy for policy in POLICIES if getattr(load_policy(policy), "runs_whole_prompts", False)]
+def saying(name: str) -> set[str]:
+    """The policies whose class sets this attribute."""
+    return {policy for policy in POLICIES if getattr(load_policy(policy), name, False)}
+
+
+WHOLE, CLOCKS = saying("runs_whole_prompts"), saying("sets_frequency")  # those are refused
 
 
 # Two tests, since an engine is made anew for each policy where both are one parameter.
 
 
 @of("plain")
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - set(WHOLE)))
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - WHOLE - CLOCKS))
 def test_every_policy_serves_a_load_by_the_rules(engine: Engine, policy: str) -> None:
     check_policy(engine, policy)
 
 
 @of("whole")
-@pytest.mark.parametrize("policy", WHOLE)
+@pytest.mark.parametrize("policy", sorted(WHOLE))
 def test_every_policy_of_whole_prompts_serves_a_load_by_the_rules(
     engine: Engine, policy: str
 ) -> None:

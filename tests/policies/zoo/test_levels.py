@@ -1,5 +1,8 @@
-"""Policies that keep service levels: which request is deferred, and which token comes later."""
+"""Policies that keep service levels: what is deferred or drafted, and how fast the card runs."""
 
+import pytest
+
+from aioserve.testing import SchedulerHarness
 from tests.policies.zoo.harnesses import first_served, harness_of, plans, preempted
 
 
@@ -106,3 +109,36 @@ def test_hygen_serves_offline_prompts_with_one_prefix_one_after_the_other() -> N
         harness.add_request(f"{'ab'[i % 2]}{i}", prompt, max_tokens=2, hints={"offline": True})
     harness.run_until_idle()
     assert "".join(name[0] for name in first_served(harness)[1:]) == "aaabbb"
+
+
+def clocks(harness: SchedulerHarness) -> list[float]:
+    """Share of the highest clock at which each step so far that served a request ran."""
+    steps = [step for step in harness.steps if step.num_scheduled_tokens]
+    return [step.parts.get("frequency", {"share": 1.0})["share"] for step in steps]
+
+
+def test_greenllm_lowers_the_clock_of_decodes_while_steps_are_quick() -> None:
+    def share(step_seconds: float) -> float:
+        harness = harness_of("greenllm", step_seconds=step_seconds)
+        harness.add_request("a", [1] * 4, max_tokens=60)
+        for _ in range(40):
+            harness.step()
+        return clocks(harness)[-1]
+
+    assert share(step_seconds=0.01) == pytest.approx(0.4)
+    assert share(step_seconds=0.035) == 1.0  # between both bounds it stays where it is
+    assert share(step_seconds=0.05) == 1.0
+
+
+def test_greenllm_computes_prompts_at_a_clock_that_is_as_high_as_their_wait_is_long() -> None:
+    harness = harness_of("greenllm", step_seconds=0.01, max_num_seqs=1, options={"ttft": 0.2})
+    harness.add_request("stream", [1] * 4, max_tokens=60)
+    for _ in range(20):
+        harness.step()
+    assert clocks(harness)[-1] == pytest.approx(0.4)
+    harness.add_request("new", [2] * 4, max_tokens=2)
+    harness.step()
+    assert clocks(harness)[-1] == pytest.approx(0.6)
+    for _ in range(25):
+        harness.step()
+    assert clocks(harness)[-1] == 1.0

@@ -103,7 +103,8 @@ def test_a_configuration_of_its_name_states_every_option(name: str) -> None:
     assert {n: stated[n] for n in stated if defaults[n] is not None} == {
         n: value for n, value in defaults.items() if value is not None
     }
-    assert f"# python -m aioserve --config {name}\n" in path.read_text()
+    command = f"compare {name} " if policy.sets_frequency else f"--config {name}\n"
+    assert f"# python -m aioserve {command}" in path.read_text()
     [candidate] = load_candidates([name])
     assert (candidate.name, candidate.config.scheduler) == (name, scheduler)
 
