@@ -100,8 +100,9 @@ class MLFQScheduler(BaseScheduler):
                 yield victim
 
     def rank(self) -> list[tuple[tuple[int, Any], float, Request]]:
-        """Who may be displaced, the lowest last, each with the work that is put off, less that
-        which comes on top: while its tokens are computed again, every running request waits.
+        """Return the requests that may be displaced, the lowest last, each with the work that is
+        put off, less that which comes on top: while its tokens are computed again, every running
+        request waits.
         """
         running = self.running_before
         price = RecomputePrice(self.kv_cache, running, self.waiting.num_tokens)

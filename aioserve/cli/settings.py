@@ -58,7 +58,7 @@ class Setting(NamedTuple):
 
     @property
     def kind_in_words(self) -> str:
-        """What may be written, as `number` or `one of none, memory, disk`."""
+        """The values that may be written, as `number` or `one of none, memory, disk`."""
         return _in_words(self.annotation)
 
 

@@ -233,12 +233,12 @@ class AsyncEngine(EngineClient):
 
     @property
     def errored(self) -> BaseException | None:
-        """What killed the engine; None while it lives."""
+        """The error that killed the engine; None while it lives."""
         return self._error
 
     @property
     def policy_error(self) -> Exception | None:
-        """What the policy did wrong, if it has run no step since, not in ten seconds; else None.
+        """The error of the policy, if it has run no step since, not in ten seconds; else None.
 
         Requests of its step failed with this error; the engine goes on, and asks it again.
         """
@@ -246,7 +246,7 @@ class AsyncEngine(EngineClient):
 
     @property
     def replaced_policy_error(self) -> Exception | None:
-        """What the policy did wrong, for which a plain one, first come first served, plans in its
+        """The error of the policy for which a plain one, first come first served, plans in its
         place until `switch_policy`; None: the policy that is set plans.
         """
         return None if self._parts is None else self._parts.core.loop.failures.replaced_after

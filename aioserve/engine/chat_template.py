@@ -462,7 +462,7 @@ class ChatTemplate:
         return self._names[source]
 
     def _check_read(self, source: str, kwargs: Mapping[str, Any]) -> None:
-        """What a template does not look at may only ask for nothing."""
+        """Refuse fields that the template does not look at, unless they ask for nothing."""
         for name, value in kwargs.items():
             if value is not None and value is not False and name not in self._names_read(source):
                 raise RequestError(

@@ -93,7 +93,7 @@ class EngineClient(ABC):
 
     @property
     def media(self) -> ReadMedia:
-        """What prompts may hold besides text: images, videos, and how a text mentions them."""
+        """Media that prompts may hold besides text, and how a text mentions them."""
         return self._alive().input_processor.media
 
     @property

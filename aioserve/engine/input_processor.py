@@ -148,7 +148,7 @@ class InputProcessor:
 
     @cached_property
     def _illustrations(self) -> MediaProcessor:
-        """What reads images and videos: loaded by `load_for`, where a model of text alone is
+        """The reader of images and videos: loaded by `load_for`, where a model of text alone is
         served.
         """
         processor: MediaProcessor = load("media", "prompts")(
@@ -158,7 +158,7 @@ class InputProcessor:
 
     @cached_property
     def _content(self) -> "ContentText | None":
-        """What marks the texts of clients that spell controls, where those are to be text."""
+        """The marker of texts of clients that spell controls, where those are to be text."""
         if not self._marks_contents:
             return None
         from aioserve.engine.chat_template import ContentText
@@ -167,7 +167,7 @@ class InputProcessor:
 
     @cached_property
     def _template(self) -> "ChatTemplate":
-        """What reads conversations, loaded on the event loop for the first of them."""
+        """The reader of conversations, loaded on the event loop for the first of them."""
         from aioserve.engine.chat_template import ChatTemplate
 
         placeholders = {} if self._family is None else self._illustrations.placeholders

@@ -240,7 +240,7 @@ class Latencies:
 
 
 class RequestCounts(Protocol):
-    """What is told of requests as they get their tokens."""
+    """Counts of requests and tokens, kept as requests get their tokens."""
 
     num_generation_tokens: int
 
@@ -326,13 +326,13 @@ class EngineMetrics(Collector):
 
     @cached_property
     def shadow(self) -> ShadowMetrics:
-        """What the shadow policy would have done; registered when it is asked for."""
+        """Metrics of what the shadow policy would have done; registered when it is asked for."""
         made: ShadowMetrics = load("engine", "shadow metrics")(self._registry)
         return made
 
     @cached_property
     def kv_connector(self) -> KVConnectorMetrics:
-        """What the KV connector does; registered when it is asked for."""
+        """Metrics of the KV connector; registered when it is asked for."""
         made: KVConnectorMetrics = load("engine", "KV connector metrics")(self._registry)
         return made
 

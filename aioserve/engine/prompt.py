@@ -146,7 +146,7 @@ class Encoded(NamedTuple):
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """What is said of an encoder input inside the block is said of its image or video."""
+        """Name an encoder input's image or video in the errors of the block."""
         try:
             yield
         except RequestError as error:

@@ -230,7 +230,7 @@ class Tracing:
     def _add_phases(
         self, context: Any, state: SampleState, timeline: Timeline | None, now: float
     ) -> None:
-        """What it went through, as children; a phase that it did not reach has none."""
+        """Add its phases as children; a phase that the request did not reach has none."""
 
         def span(name: str, begin: float, end: float) -> "Span":
             child = self._tracer.start_span(name, context=context, start_time=self._ns(begin))

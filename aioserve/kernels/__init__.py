@@ -59,7 +59,7 @@ def check_ids(ids: Tensor, count: int) -> None:
 
 
 def _raise_shortage(status: int, function: Any, _: tuple[Any, ...]) -> None:
-    """What ctypes calls with the result of a kernel that needs memory of its own: see memory.h."""
+    """Raise if a kernel got no memory; ctypes calls this with its result: see memory.h."""
     if status:
         raise MemoryError(f"no memory for the intermediate numbers of {function.__name__}")
 

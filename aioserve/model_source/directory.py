@@ -73,7 +73,7 @@ class Directory(ModelSource):
 
     @cached_property
     def known_config(self) -> dict[str, Any]:
-        """What config.json says; nothing if the text model is described somewhere inside of it."""
+        """The content of config.json; empty if the text model is described in a part of it."""
         config = self._config
         return {} if any(isinstance(config.get(part), dict) for part in TEXT_PARTS) else config
 
@@ -87,7 +87,7 @@ class Directory(ModelSource):
 
     @property
     def stated_sampling(self) -> SamplingDefaults:
-        """What generation_config.json says. As in vLLM, `do_sample` is not asked."""
+        """The sampling that generation_config.json states. As in vLLM, `do_sample` is not asked."""
         stated = msgspec.structs.asdict(self._generation_config)
         del stated["eos_token_id"]
         stated["max_tokens"] = stated.pop("max_new_tokens")
@@ -100,7 +100,7 @@ class Directory(ModelSource):
 
     @cached_property
     def stated_pooling(self) -> str | None:
-        """What sentence-transformers has written beside the model."""
+        """The pooling that sentence-transformers has written beside the model."""
         return read_pooling(self.path)
 
     def read_config(self) -> Any:

@@ -687,7 +687,7 @@ class BaseScheduler(SchedulerInterface):
         self._reorder_at = now + period
 
     def _check_takeover(self, request: Request) -> None:
-        """What was accepted for another policy must be able to run under this one."""
+        """Raise if a request that another policy accepted could never run under this one."""
         try:
             for limit in self._limits:
                 limit.check_alone(request)

@@ -548,7 +548,7 @@ class Step(OpenStep):
         return last is not None
 
     def _note_chunk(self, request: Request, start: int, num_tokens: int) -> None:
-        """What more than one decode token brings: full blocks, what they need of resources."""
+        """Note what more than one decode token brings: full blocks, and their resources."""
         if request.request_id not in self._drafts:
             self._num_prefill_tokens += num_tokens
         for block_id in self._kv_cache.cache_full_blocks(request):

@@ -148,7 +148,7 @@ def _values_of(*names: str) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def refuse_all_but(names: Collection[str], part: RequestPart, path: str) -> None:
-    """What a part of a body may hold elsewhere must be empty here. Raises `RequestError`."""
+    """Refuse fields of a part that must be empty here. Raises `RequestError`."""
     for name in part.__struct_fields__:
         if name not in names and getattr(part, name):
             raise RequestError(

@@ -95,7 +95,7 @@ class ImageParts:
 
     @cached_property
     def media(self) -> MediaParts:
-        """What reads the images and videos of the body: loaded with the first of them."""
+        """The reader of the images and videos of the body: loaded with the first of them."""
         media: MediaParts = load("media", "parts")(*self._given)
         self._has_any = True
         return media
@@ -105,7 +105,7 @@ class ImageParts:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """What the engine says of an image inside the block, the part's own name says."""
+        """Name the part in what the engine says of an image inside the block."""
         try:
             yield
         except RequestError as error:

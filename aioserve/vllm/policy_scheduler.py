@@ -70,7 +70,7 @@ class PolicyScheduler:
         self._line = self.live.waiting = Line(self.parts)
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else vLLM asks its scheduler."""
+        """Return whatever else vLLM asks of its scheduler."""
         if name == "live":  # it is not there yet
             raise AttributeError(name)
         return getattr(self.live, name)

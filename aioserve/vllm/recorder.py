@@ -85,7 +85,7 @@ class Recorder:
             self._notes.shadow = _make_shadow(shadow, header)
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else vLLM asks its scheduler."""
+        """Return whatever else vLLM asks of its scheduler."""
         if name == "live":  # it is not there yet
             raise AttributeError(name)
         return getattr(self.live, name)

@@ -196,7 +196,7 @@ class Scheduler(TheirInterface):
 
     @property
     def failures(self) -> PolicyFailures:
-        """What policies did wrong, counted since the start."""
+        """Counts of what policies did wrong, since the start."""
         return self._loop.failures
 
     @property

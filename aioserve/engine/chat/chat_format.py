@@ -121,7 +121,7 @@ class ChatFormat:
 
     @property
     def call_parser(self) -> type[ReplyFormat]:
-        """What reads calls. Raises `RequestError` if nothing here can."""
+        """The reader of calls. Raises `RequestError` if nothing here can."""
         if self._format is None or not self._takes_tools:
             raise RequestError(
                 "tools are not supported with this model: its chat template has no known format of "
@@ -156,7 +156,7 @@ class ChatFormat:
 
     @property
     def after_thinking(self) -> str:
-        """What has to follow the end mark of reasoning where that is forced."""
+        """The text that has to follow the end mark of reasoning where that is forced."""
         return self._format.after_thinking if self._format and self._reads_all else ""
 
     @property

@@ -68,7 +68,7 @@ def gemma3(facts: Facts) -> None:
 
 
 def _scale_of_gemma(facts: Facts, num_layers_of_27b: int) -> None:
-    """What scores are scaled by: no key says it, llama.cpp tells the 27B by its layers."""
+    """Return the scale of scores: no key says it, llama.cpp tells the 27B by its layers."""
     fields = facts.fields
     by_heads = fields["hidden_size"] // fields["num_attention_heads"]
     is_27b = facts.num_layers == num_layers_of_27b

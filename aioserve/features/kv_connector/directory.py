@@ -48,7 +48,7 @@ LOG_SECONDS = 60.0  # between two lines about the same trouble
 
 
 class _BadFileError(Exception):
-    """What is there is not the block that is looked for."""
+    """Raised for a file that is not the block that is looked for."""
 
 
 class _Entry(NamedTuple):

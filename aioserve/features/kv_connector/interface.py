@@ -99,7 +99,7 @@ class BlockStore(ABC):
 
     @abstractmethod
     async def change_weights(self, path: str) -> None:
-        """What is asked for from now on is of the model at `path`. What was asked before is still
+        """Serve the model at `path` from now on. What was asked before is still
         answered: reads are of the weights before, and writes for them.
         """
 

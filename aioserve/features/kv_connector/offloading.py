@@ -539,7 +539,7 @@ class OffloadingConnector(KVConnectorBase):
         self._tell_saved(self._last_step_id)
 
     def _write(self, kept: PoolSlots, saved: dict[bytes, int]) -> None:
-        """What was copied is there: on to the store."""
+        """Write the blocks that were copied on to the store."""
         found = {kept.key(h): slot for h, slot in saved.items() if kept.slots.lookup(h) == slot}
         if self._store is None or not found:
             return

@@ -137,7 +137,7 @@ class LowRankOwners(AdapterOwners):
         return LowRankOwners(self.adapters, self.places[rows])
 
     def groups(self) -> list[tuple[Adapter, IntArray]]:
-        """Whose rows there are, and which, ascending."""
+        """Return the adapters with rows, and which rows, ascending."""
         rows = [np.flatnonzero(self.places == place) for place in range(len(self.adapters))]
         return [(a, own) for a, own in zip(self.adapters, rows, strict=True) if len(own)]
 

@@ -277,7 +277,7 @@ class ImageLoader:
 
 @contextmanager
 def _blamed(source: _Source) -> Iterator[None]:
-    """What is wrong inside the block is wrong with that part."""
+    """Blame the part for the errors inside the block."""
     try:
         yield
     except RequestError as error:

@@ -131,7 +131,7 @@ class EncodedImage:
 
 @contextmanager
 def _opened(data: bytes) -> Iterator["Image"]:
-    """Whatever Pillow raises inside the block is the fault of `data`."""
+    """Blame `data` for whatever Pillow raises inside the block."""
     from PIL import Image, UnidentifiedImageError
 
     _hush()
@@ -149,7 +149,7 @@ def _opened(data: bytes) -> Iterator["Image"]:
 
 @cache
 def _hush() -> None:
-    """What Pillow warns of, strangers choose: they could fill the log with it."""
+    """Ignore Pillow's warnings: strangers choose them, and could fill the log."""
     warnings.filterwarnings("ignore", module=r"PIL\.")
 
 

@@ -246,7 +246,7 @@ class EncodingAhead:
             self._item = None
 
     def distrust(self, last_step_id: int) -> None:
-        """What steps after that one did ahead is not there: the runner may not have them."""
+        """Forget what later steps did ahead: the runner may not have it."""
         self.drop()
         if self._told is not None and self._told[0] > last_step_id:
             self._cache.drop(self._told[1])

@@ -474,7 +474,7 @@ class MultimodalProcessor:
     """A processor of prompts with images and videos, for one model and its tokenizer."""
 
     def __init__(self, info: ModelInfo, tokenizer: Any, runner_info: RunnerInfo) -> None:
-        """What its processor lacks is logged: text is served."""
+        """Make the processor; what it lacks is logged, and text is served."""
         self._processors: dict[str, ImageProcessor | VideoProcessor] = {}  # by kind
         self._refusals: dict[str, str] = {}  # by kind, of those that are not read
         family = family_of(info)

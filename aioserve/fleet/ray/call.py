@@ -291,7 +291,7 @@ class Call(RequestStream):
         self._giving_up = loop.call_later(ABORT_SECONDS, self._give_up)
 
     def _tell_replica_to_drop(self) -> None:
-        """What it has of this request, or gets yet."""
+        """Tell the replica to drop what it has of this request, or gets yet."""
         if (seat := self._seat) is not None:
             seat.line.calls.pop(self.request_id, None)
             seat.line.end.say(Drop(self.request_id))

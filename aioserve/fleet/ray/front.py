@@ -191,8 +191,8 @@ class RayFront(EngineClient):
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """What is known of replicas. Raises `EngineDeadError` before the start, and where a router
-        of Ray's chooses.
+        """The dispatcher, which knows the replicas. Raises `EngineDeadError` before the start, and
+        where a router of Ray's chooses.
         """
         if (dispatcher := self.fleet.dispatcher) is None:
             raise EngineDeadError("a router of Ray's chooses, which keeps account of its own")
@@ -200,7 +200,7 @@ class RayFront(EngineClient):
 
     @property
     def router_metrics(self) -> RouterMetrics:
-        """What was counted of the router. Raises `EngineDeadError` before the start."""
+        """The metrics of the router. Raises `EngineDeadError` before the start."""
         return self._alive().metrics
 
     @property

@@ -229,7 +229,7 @@ class KVFeed:
             self._tell_one(router, is_everything, stored, removed, report, self._others_of(router))
 
     def _flush_loads(self) -> None:
-        """What the others have sent, to each router for which that has changed."""
+        """Tell each router what the others have sent, if that has changed."""
         for router in list(self._numbers):
             if (others := self._others_of(router)) is not None:
                 self._tell_one(router, False, [], [], None, others)
@@ -275,7 +275,7 @@ class Listener:
         """How busy the replica is; with each message."""
 
     def on_others(self, load: SentLoad) -> None:
-        """What the other routers have sent to the replica and has not ended."""
+        """Note what the other routers have sent to the replica and has not ended."""
 
     def own_load(self) -> SentLoad | None:
         """Return what this router has sent there and has not ended; None: no other router is
@@ -335,7 +335,7 @@ def _dealer(context: zmq.asyncio.Context, ticket: Ticket) -> zmq.asyncio.Socket:
 
 
 async def _tell_load(socket: zmq.asyncio.Socket, token: bytes, listener: Listener) -> None:
-    """What this router has sent there, whenever that has changed."""
+    """Tell the replica what this router has sent it, whenever that has changed."""
     told = NO_LOAD
     while (load := listener.own_load()) is not None:
         if load != told:

@@ -68,7 +68,7 @@ class PeerLine(Line):
         self._own_loop.call_soon(self._hear)  # the descriptor tells nothing before a first look
 
     def close(self) -> None:
-        """What was not read by the other end is lost. Idempotent."""
+        """Close the line; what the other end has not read is lost. Idempotent."""
         if not self._socket.closed:
             self._own_loop.remove_reader(self._monitor.fileno())
             self._socket.disable_monitor()

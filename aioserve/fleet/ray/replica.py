@@ -78,7 +78,7 @@ class Reporter:
         )
 
     def _learn(self, stats: SchedulerStats) -> None:
-        """What a step took between two reports in which requests ran."""
+        """Learn what a step took between two reports in which requests ran."""
         last, now = self._last, self._clock()
         self._last = (now, stats.num_steps) if stats.num_running_reqs else None
         if last is None or self._last is None or stats.num_steps <= last[1]:

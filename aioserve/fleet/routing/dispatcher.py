@@ -259,8 +259,8 @@ class Dispatcher:
             self._router.on_leave(name)
 
     def on_kv_event(self, name: str, event: KVEvent) -> None:
-        """What the KV cache of a replica has said. Changes nothing if the replica is not known, or
-        the router does not use prefixes.
+        """Take an event of the KV cache of a replica. Changes nothing if the replica is not known,
+        or the router does not use prefixes.
         """
         if self.kind.uses_prefixes and name in self._accounts:
             self._index.apply(name, event)

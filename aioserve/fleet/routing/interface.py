@@ -30,7 +30,7 @@ class RouterError(PolicyError):
 
 @contextmanager
 def blamed(kind: type, method: str) -> Iterator[None]:
-    """What the router, or an autoscaler, raises in the block is a `RouterError` with its line.
+    """Turn what the router or an autoscaler raises in the block into a `RouterError` with its line.
     Errors of ours pass.
     """
     try:

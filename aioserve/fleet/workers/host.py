@@ -325,7 +325,7 @@ class Forwarder(ABC):
         task.add_done_callback(forget)
 
     def _abort(self, request_id: str) -> None:
-        """What another worker has by that id goes on."""
+        """Abort a request of this worker; another worker's of that id goes on."""
         if request_id in self._samples or request_id in self._claiming:
             self._engine.abort_now(request_id)
 
@@ -356,7 +356,7 @@ class Forwarder(ABC):
         self._send_soon()
 
     def _send_soon(self) -> None:
-        """What comes in one turn of the loop goes in one message."""
+        """Send what comes in one turn of the loop in one message."""
         if not self._is_sending_soon:
             self._is_sending_soon = True
             asyncio.get_running_loop().call_soon(self._send)
@@ -524,7 +524,7 @@ class WorkerClient(Forwarder):
         self._leases[lease] = self._engine.internals.enter_queue()
 
     def end_lease(self, lease: int) -> None:
-        """What was entered under this number is left, if anything was."""
+        """Leave what was entered under this number, if anything was."""
         if (end := self._leases.pop(lease, None)) is not None:
             end()
 

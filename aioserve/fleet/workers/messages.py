@@ -97,7 +97,7 @@ class Line:
         return not self._is_full
 
     def close(self) -> None:
-        """What was not read by the other end is lost. Idempotent."""
+        """Close the line; what the other end has not read is lost. Idempotent."""
         if not self._socket.closed:
             self._loop.remove_reader(self._fd)
             self._socket.close()

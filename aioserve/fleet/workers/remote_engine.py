@@ -141,7 +141,7 @@ class EngineEnd:
         return future
 
     def say(self, message: MessageToEngine, arrays: Attachments = ()) -> None:
-        """What comes in one turn of the loop goes in one message."""
+        """Send what comes in one turn of the loop in one message."""
         self._unsent.append(message)
         self._unsent_arrays += arrays
         if not self._is_sending_soon:

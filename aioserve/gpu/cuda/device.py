@@ -78,11 +78,11 @@ class CopyQueue(ABC):
 
     @abstractmethod
     def follow(self, event: Event) -> None:
-        """What is queued here from now on is done after that point of the device's queue."""
+        """Do what is queued here from now on after that point of the device's queue."""
 
     @abstractmethod
     def lead(self, moment: Moment) -> None:
-        """What is queued for steps from now on is done after that moment."""
+        """Do what is queued for steps from now on after that moment."""
 
     @abstractmethod
     def save(self, slot: HostSlot, source: Tensor) -> None:
@@ -176,6 +176,6 @@ class StagingRing:
         return buffer
 
     def guard(self) -> None:
-        """What was queued up to now reads the buffer that was taken last."""
+        """Note that what was queued up to now reads the buffer that was taken last."""
         buffer, _ = self._buffers.popleft()
         self._buffers.append((buffer, self._device.record()))

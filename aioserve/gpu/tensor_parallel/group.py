@@ -28,7 +28,7 @@ _REASON_BYTES = 1024  # of why a rank cannot do what all were to do
 
 
 class SharedError(ConfigError):
-    """What one rank could not do, and all ranks have left undone."""
+    """Raised for what one rank could not do, and all ranks have left undone."""
 
 
 class GroupedRanks(Ranks):

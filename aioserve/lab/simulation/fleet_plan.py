@@ -253,7 +253,7 @@ class Fleet(msgspec.Struct, frozen=True):
 
     @property
     def prices(self) -> list[float] | None:
-        """What an hour of each replica costs; None if no price is stated."""
+        """The price of an hour of each replica; None if no price is stated."""
         stated = [group.price_per_hour for group in self.groups]
         if self.price_per_hour is None and not any(price is not None for price in stated):
             return None

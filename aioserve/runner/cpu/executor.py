@@ -167,7 +167,7 @@ class StepExecutor:
 
     @cached_property
     def copies(self) -> HostCopies:
-        """What a KV connector keeps of this model, and its copies in host memory."""
+        """The tensors that a KV connector keeps of this model, and its copies in host memory."""
         from aioserve.support.parts import load
 
         parts = self.parts

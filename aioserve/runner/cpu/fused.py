@@ -97,7 +97,7 @@ class WholeDecoder(FusedDecoder):
 
     @cached_property
     def _adapters(self) -> "DecoderAdapters":
-        """What adapters are to the kernels, from the first step on that has some."""
+        """The adapters as the kernels take them, from the first step on that has some."""
         from aioserve.runner.adapters import make_decoder_adapters
 
         return make_decoder_adapters(len(self.layers))
