@@ -12,6 +12,7 @@ from harness import ROOT
 from scheduler import POLICIES, Case, SchedulerWork, usual_users
 
 from tests.processes import run
+from tests.slow import mostly_slow
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -27,7 +28,7 @@ def test_every_policy_is_measured_in_what_the_names_of_cases_say(policy: str) ->
     assert bursts.num_preempted > 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", mostly_slow(POLICIES, but=["deadline", "fcfs", "mlfq"]))
 def test_bursts_to_a_single_seat_have_blocks_for_every_request(policy: str) -> None:
     work = SchedulerWork(Case(policy, "bursts", 1, waiting=70))
     work.steps(40)

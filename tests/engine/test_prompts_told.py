@@ -17,6 +17,7 @@ from aioserve.runner.interface import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 from tests.greedy import GreedyReference
 from tests.models import VOCAB_SIZE, make_model
+from tests.slow import mostly_slow
 
 POLICIES = sorted(path.stem for path in Path("policies").glob("[a-z]*.py"))
 WHOLE_PROMPTS = ("fcfs", "priority")
@@ -90,7 +91,9 @@ def check(output: RequestOutput, prompt: list[int], model: Any) -> None:
 
 
 @on_one_loop
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", mostly_slow(POLICIES, but=["chunked_prefill", "fcfs", "latency_budget", "mlfq"])
+)
 async def test_every_policy_tells_prompts_in_pieces_and_under_pressure(
     policy: str, model_path: Path, reference: tuple[Any, list[Any]]
 ) -> None:
