@@ -120,7 +120,7 @@ def _list() -> None:
     for name in available_profiles():
         source = make_step_times(name, {})
         if source.machine:
-            print(f"  {name:28}  {source.machine}")
+            print(f"  {name:30}  {source.machine}")
     try:
         check_installed()
     except ConfigError as error:
@@ -129,7 +129,7 @@ def _list() -> None:
     print(f"cards of {EXTRA}, with the engines and versions under which they were measured:")
     for card, engines in sorted(databases().items()):
         said = "; ".join(f"{e} {', '.join(versions)}" for e, versions in sorted(engines.items()))
-        print(f"  {card:28}  {said}")
+        print(f"  {card:30}  {said}")
     print("models, beside any config.json:")
     print("  " + "\n  ".join(models()))
 
@@ -143,9 +143,9 @@ def _show(source: StepTimeSource) -> None:
     for rows, context, tokens in SHOWN:
         prefills = [(tokens, tokens)] if tokens else []
         features = StepFeatures.of(rows, rows * context + tokens, prefills)
-        said = [f"{rows} decodes at {context:,} tokens"] if rows else []
+        said = [f"{rows} decode{'s' * (rows > 1)} at {context:,} tokens"] if rows else []
         said += [f"a prompt of {tokens:,}"] if tokens else []
-        print(f"  {' and '.join(said):42} {1e3 * source.seconds(features, prefills):9.2f} ms")
+        print(f"  {' and '.join(said):46} {1e3 * source.seconds(features, prefills):9.2f} ms")
     held = source.num_kv_tokens(2048, 256)
     if held is not None:
         print(f"  KV cache: {held:,} tokens, {held // BLOCK:,} blocks of {BLOCK}")
