@@ -174,7 +174,7 @@ def _price(text: str) -> float:
     except ValueError:
         price = math.nan
     if not 0 <= price < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
+        raise ConfigError(f"--price-per-hour must be a number of at least 0, got {text}")
     return price
 
 
