@@ -99,3 +99,24 @@ def test_leaving_does_not_cancel_a_debt() -> None:
         harness.step()
     assert len(harness.finished) - num_before == 10  # 58 // 6, and itself
     harness.run_until_idle()
+
+
+def test_steps_that_are_not_asked_for_are_charged_as_those_that_are() -> None:
+    asked, trusted = (
+        SchedulerHarness(FairScheduler, options={"output_weight": 0.1, "weights": {"b": 3.0}})
+        for _ in range(2)
+    )
+    for harness in (asked, trusted):
+        for i, user in enumerate("abb"):
+            harness.add_request(f"r{i}", [3 + i] * 9, max_tokens=60, user=user)
+        harness.step()
+    for _ in range(7):
+        asked.step()
+    scheduler = trusted.scheduler
+    assert isinstance(scheduler, FairScheduler)
+    scheduler.decoded_on(scheduler.running, 7)
+    assert isinstance(asked.scheduler, FairScheduler)
+    assert scheduler.clients.counters == asked.scheduler.clients.counters  # to the last bit
+    # Nobody waits any more, so that a client that returns has earned nothing by being away.
+    assert scheduler.gauges() == asked.scheduler.gauges()
+    assert scheduler.gauges()["clients_waiting"] == 0
