@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 os.environ.update(
@@ -22,6 +23,21 @@ os.environ.update(
     TORCH_COMPILE_DISABLE="1",  # it takes longer than what is compiled
     VLLM_CACHE_ROOT=str(Path.home() / ".cache/vllm"),  # what it knows of model classes
 )
+
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    # vLLM's second model runner needs a Triton that compiles for CPUs. There is none on the package
+    # index: Triton's interpreter runs its kernels, and vLLM is told of a backend.
+    os.environ.update(TRITON_INTERPRET="1", TRITON_DEFAULT_BACKEND="cpu")
+    from triton.backends import backends
+
+    class NoDevice:
+        """A driver that says it is there: an interpreted kernel is never compiled."""
+
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    backends["cpu"] = SimpleNamespace(driver=NoDevice, compiler=None)
 
 import torch
 from vllm import LLM, SamplingParams
