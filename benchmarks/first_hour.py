@@ -161,7 +161,7 @@ def chat(hour: Hour) -> str:
         own = [(is_right, is_cut) for name, is_right, is_cut in found if name == question]
         right, cut = map(sum, zip(*own, strict=True))
         print(f"{question:50} {right:11} {cut:8}")
-    print()
+    print(flush=True)
     right, cut = sum(row[1] for row in found), sum(row[2] for row in found)
     told = f"ready after {seconds[0]:.1f} s with its download, then {seconds[1]:.1f} s"
     return f"{told}; {right} of {len(found)} answers right, {cut} cut by their limit"
