@@ -247,10 +247,13 @@ the pairs of policies are in the order that they have here with the same seeds. 
 this page agree about {least_seeds} to {most_seeds} of the pairs, so {chance}.
 {cards}
 Requests come faster there, so that `{reference}` serves as many in time as here. Energy hardly
-tells the policies apart. `python -m aioserve zoo --card NAME{option}` prints a ranking{missing}."""
+tells policies apart, unless one sets the card's clock, whose effect is
+[assumed](cards.md#prices-and-energy). `python -m aioserve zoo --card NAME{option}` prints a
+ranking{missing}."""
 CARD_WORDS = """\
 On {machine}, with {seeds}, `{first}` is first of {num} (here {before}); moves: {moved}.
-Requests come {faster} times faster{bounded}. An output token takes {least} to {most} joules."""
+Requests come {faster} times faster{bounded}. An output token takes \
+{least} joules under `{thrifty}`, and {next} to {most} under the others."""
 BOUNDED_WORDS = (
     "; {workloads} are easier at any rate, as pauses between turns stay, and without them "
     "{without} of the pairs are in the order that they have here"
@@ -324,7 +327,8 @@ def _on_card(results: Results, there: Results) -> str:
     )
     old, new = _places(here), _places(there)
     shared = sorted(names, key=lambda name: (-abs(new[name] - old[name]), name))
-    energy = [joules(entry) for entry in there.policies.values()]
+    frugal = sorted(names, key=lambda name: (joules(there.policies[name]), name))
+    energy = [joules(there.policies[name]) for name in frugal]
     fastest = {w: 1 / scale for w, scale in there.scales.items()}
     bounded = [w for w, faster in fastest.items() if faster > BOUNDED]
     others = {w: faster for w, faster in fastest.items() if w not in bounded}
@@ -343,8 +347,10 @@ def _on_card(results: Results, there: Results) -> str:
             workloads=" and ".join(bounded),
             without=f"{100 * _agreeing(here, there, list(others)):.0f}%",
         ),
-        least=f"{min(energy):.3f}",
-        most=f"{max(energy):.3f}",
+        least=f"{energy[0]:.3f}",
+        thrifty=frugal[0],
+        next=f"{energy[1]:.3f}",
+        most=f"{energy[-1]:.3f}",
     )
 
 
