@@ -4,9 +4,10 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,28 +161,39 @@ def ask(url: str, **wanted: Any) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-async def test_a_schema_of_numbers_beyond_64_bits_ends_no_server() -> None:
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process of a server, and its URL."""
+    with serving("--kv-cache-gib", "0.05", is_shared=True) as started:
+        yield started
+
+
+async def test_a_schema_of_numbers_beyond_64_bits_ends_no_server(
+    server: tuple[subprocess.Popen[str], str],
+) -> None:
+    process, url = server
     beyond = {"type": "integer", "minimum": -(2**63) - 9, "maximum": -(2**63) - 2}
-    with serving("--kv-cache-gib", "0.05") as (process, url):
-        status, said = await asyncio.to_thread(ask, url, json=beyond)
-        assert status == 400, said
-        assert "maximum is -9223372036854775810" in said
-        assert (await asyncio.to_thread(ask, url, json={"type": "integer"}))[0] == 200
-        assert process.poll() is None
+    status, said = await asyncio.to_thread(ask, url, json=beyond)
+    assert status == 400, said
+    assert "maximum is -9223372036854775810" in said
+    assert (await asyncio.to_thread(ask, url, json={"type": "integer"}))[0] == 200
+    assert process.poll() is None
 
 
-async def test_short_patterns_take_no_memory_of_a_server_for_good() -> None:
-    with serving("--kv-cache-gib", "0.05") as (process, url):
+async def test_short_patterns_take_no_memory_of_a_server_for_good(
+    server: tuple[subprocess.Popen[str], str],
+) -> None:
+    process, url = server
 
-        def resident() -> int:
-            return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+    def resident() -> int:
+        return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
 
-        assert (await asyncio.to_thread(ask, url, regex="[a-z]{3}"))[0] == 200
-        before = resident()
-        for times in (100, 101):
-            pattern = f"(((d{{{times}}}){{100}}){{100}})"
-            assert (await asyncio.to_thread(ask, url, regex=pattern))[0] == 400
-        assert (resident() - before) * os.sysconf("SC_PAGE_SIZE") < 64 * MIB
+    assert (await asyncio.to_thread(ask, url, regex="[a-z]{3}"))[0] == 200
+    before = resident()
+    for times in (100, 101):
+        pattern = f"(((d{{{times}}}){{100}}){{100}})"
+        assert (await asyncio.to_thread(ask, url, regex=pattern))[0] == 400
+    assert (resident() - before) * os.sysconf("SC_PAGE_SIZE") < 64 * MIB
 
 
 async def test_a_process_of_trials_that_is_stopped_is_replaced(compiler: GrammarCompiler) -> None:
