@@ -1,7 +1,10 @@
 """Policies that keep service levels: what is deferred or drafted, and how fast the card runs."""
 
+from typing import Any
+
 import pytest
 
+from aioserve.scheduler import load_policy
 from aioserve.testing import SchedulerHarness
 from tests.policies.zoo.harnesses import first_served, harness_of, plans, preempted
 
@@ -142,3 +145,29 @@ def test_greenllm_computes_prompts_at_a_clock_that_is_as_high_as_their_wait_is_l
     for _ in range(25):
         harness.step()
     assert clocks(harness)[-1] == 1.0
+
+
+def drafting(**options: Any) -> SchedulerHarness:
+    policy = load_policy("zoo.adaserve")
+    return SchedulerHarness(policy, drafter=lambda token_ids: [1, 1, 1, 1], options=options)
+
+
+def test_adaserve_drafts_first_for_the_stream_that_is_behind_its_pace() -> None:
+    harness = drafting(verify=4)
+    for name, pace in (("calm", 100.0), ("late", 0.001)):
+        harness.add_request(name, [1, 2, 3], max_tokens=20, hints={"slo_tpot": pace})
+    for _ in range(4):
+        harness.step()
+    assert harness.steps[-1].draft_lengths == {"calm": 0, "late": 4}
+
+
+def test_adaserve_gives_what_is_left_to_the_drafts_that_are_accepted() -> None:
+    harness = drafting(verify=4, tpot=1000.0)
+    harness.add_request("right", [1, 2, 3], max_tokens=40, reply=[[1] * 40])
+    harness.add_request("wrong", [4, 5, 6], max_tokens=40, reply=[7] * 40)
+    for _ in range(6):
+        harness.step()
+    lengths = harness.steps[-1].draft_lengths
+    assert lengths["right"] > lengths["wrong"]
+    assert sum(lengths.values()) == 4
+    harness.run_until_idle()
