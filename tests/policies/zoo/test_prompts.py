@@ -131,3 +131,31 @@ def test_laps_waits_for_a_batch_of_short_prompts_and_not_for_longer_than_it_may(
 
     assert first_step(depth=1) == 1
     assert 1 < first_step(depth=2) < 20
+
+
+def test_batchllm_serves_prompts_that_share_a_prefix_together_and_by_their_share_of_decoding() -> (
+    None
+):
+    harness = harness_of("batchllm", max_num_seqs=1, options={"prefix": 8})
+    harness.add_request("seat", [40] * 4, max_tokens=4)
+    harness.step()
+    for i in range(2):
+        for name, reply in (("x", 4), ("y", 4), ("talk", 64)):
+            hints = {"predicted_output_tokens": reply}
+            prompt = [ord(name[0]) % 50] * 8 + [i] * 4
+            harness.add_request(f"{name}{i}", prompt, max_tokens=2, hints=hints)
+    harness.run_until_idle()
+    served = first_served(harness)[1:]
+    assert served[:2] == ["talk0", "talk1"]
+    assert [name[0] for name in served[2:]] in (list("xxyy"), list("yyxx"))
+
+
+def test_batchllm_serves_the_batch_that_came_first_whatever_its_requests_decode() -> None:
+    harness = harness_of("batchllm", max_num_seqs=1, options={"batch": 5.0})
+    harness.add_request("seat", [40] * 4, max_tokens=4)
+    harness.step()
+    harness.add_request("old", [1] * 30, max_tokens=2, hints={"predicted_output_tokens": 1})
+    harness.wait(10)
+    harness.add_request("new", [2] * 4, max_tokens=2, hints={"predicted_output_tokens": 60})
+    harness.run_until_idle()
+    assert first_served(harness) == ["seat", "old", "new"]
