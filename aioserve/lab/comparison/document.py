@@ -602,7 +602,7 @@ def mean_of(runs: Sequence[RunMeasures], row: Row) -> float:
     value = value_of(summarize(list(runs)), row)
     if value != value:  # NaN
         raise ConfigError(
-            f"{key(row)} is not known on this workload: no request has it, or, of energy and "
+            f"{key(row)} is not defined on this workload: no request has it, or, of energy and "
             "prices, nothing states the watts or the price of the machine"
         )
     return value
