@@ -15,6 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput as TheirPlan
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.metrics.stats import PrefixCacheStats
 
+from aioserve.request import Request
 from aioserve.scheduler import SchedulerOutput
 from aioserve.vllm.caches import EncoderItems
 from aioserve.vllm.requests import Tracked
@@ -57,7 +58,7 @@ class RunnerPlans:
         self._uses_mrope = bool(vllm_config.model_config.uses_mrope)
         self._zeroes_blocks = bool(kv_cache_config.needs_kv_cache_zeroing)
         self._at_runner: set[str] = set()  # requests of which the runner has a state
-        self._last_rows: set[str] = set()  # requests of the newest step
+        self._last_rows: set[str] = set()  # requests of the newest step, if all tokens are sent
         self._carried = _Carried([], [], [])  # what the runner has to hear with the next plan
 
     def carry(self, plan: SchedulerOutput) -> None:
@@ -99,7 +100,7 @@ class RunnerPlans:
         finished = self._leave_runner(plan.finished_req_ids)  # before a request of the same id
         cached, tracked, now = plan.scheduled_cached_reqs, self._tracked, time.monotonic()
         names, num_computed = cached.req_ids, cached.num_computed_tokens
-        rows = [tracked[name] for name in names]
+        requests = [tracked[name].ours for name in names]
         new_blocks: list[tuple[list[int], ...] | None]
         if given := cached.new_block_ids:
             new_blocks = [
@@ -107,17 +108,16 @@ class RunnerPlans:
             ]
         else:
             new_blocks = [None] * len(names)
-        num_output = [
-            _num_output(row, start) for row, start in zip(rows, num_computed, strict=True)
-        ]
+        num_output = _num_outputs(requests, num_computed)
         all_tokens: dict[str, list[int]] = {}
         if self._sends_all_tokens:
             last = self._last_rows
             all_tokens = {
-                row.ours.request_id: row.ours.token_ids.copy()
-                for row in rows
-                if row.ours.request_id not in last
+                request.request_id: request.token_ids.copy()
+                for request in requests
+                if request.request_id not in last
             }
+            self._last_rows = set(plan.num_scheduled_tokens)
         if self._log_stats:
             for name in plan.preempted_req_ids:
                 if (row := tracked.get(name)) is not None:
@@ -136,7 +136,7 @@ class RunnerPlans:
                 resumed.add(name)
                 new_blocks.append(blocks)
                 num_computed.append(start)
-                num_output.append(_num_output(row, start))
+                num_output += _num_outputs([row.ours], [start])
                 all_tokens[name] = data.token_ids
                 continue
             theirs.num_computed_tokens = start
@@ -148,11 +148,10 @@ class RunnerPlans:
             new.append(told)
             row.is_known = True
             self._at_runner.add(name)
-        self._last_rows = set(plan.num_scheduled_tokens)
         scheduled_inputs, freed = plan.scheduled_encoder_inputs, plan.free_encoder_hashes
         if scheduled_inputs or freed:
-            requests = {name: tracked[name].ours for name in scheduled_inputs}
-            self._items.plan(scheduled_inputs, freed, requests)
+            seeing = {name: tracked[name].ours for name in scheduled_inputs}
+            self._items.plan(scheduled_inputs, freed, seeing)
         return TheirPlan(
             scheduled_new_reqs=new,
             scheduled_cached_reqs=CachedRequestData(
@@ -206,11 +205,14 @@ class RunnerPlans:
         return _their_blocks(fresh) or None
 
 
-def _num_output(row: Tracked, num_computed: int) -> int:
-    """Return tokens of the reply that the runner knows before a step which begins behind
-    `num_computed` tokens: the received ones, and one that a step in flight samples.
+def _num_outputs(requests: list[Request], num_computed: list[int]) -> list[int]:
+    """Return, of each request, the tokens of the reply that the runner knows before a step which
+    begins behind `num_computed` tokens: the received ones, and one that a step in flight samples.
     """
-    return max(row.ours.num_tokens, num_computed + 1) - row.ours.num_prompt_tokens
+    return [
+        (known if (known := request.num_tokens) > start else start + 1) - request.num_prompt_tokens
+        for request, start in zip(requests, num_computed, strict=True)
+    ]
 
 
 def _their_blocks(block_ids: Iterable[int]) -> list[int]:

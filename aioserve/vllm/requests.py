@@ -6,6 +6,7 @@ runner. Arrival times of vLLM's are times of the day, and those of aioserve of a
 
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from vllm.v1.engine import EngineCoreEventType, FinishReason
@@ -151,11 +152,11 @@ def to_ours(
     spec = RequestSpec(
         request_id=theirs.request_id,
         prompt_token_ids=prompt,
-        sampling_params=SamplingParams(
-            max_tokens=theirs.max_tokens,
-            min_tokens=0 if params is None else params.min_tokens,
-            stop_token_ids=() if params is None else tuple(params.stop_token_ids or ()),
-            prompt_logprobs=0 if needs_all else None,
+        sampling_params=_sampling_params(
+            theirs.max_tokens,
+            0 if params is None else params.min_tokens,
+            () if params is None else tuple(params.stop_token_ids or ()),
+            0 if needs_all else None,
         ),
         pooling_params=(
             None if pooling is None else PoolingParams(pooling="mean" if needs_all else "last")
@@ -176,6 +177,21 @@ def to_ours(
         hints=hints_of(theirs.session_id, extra),
     )
     return Tracked(theirs, Request(spec))
+
+
+@lru_cache(maxsize=256)
+def _sampling_params(
+    max_tokens: int, min_tokens: int, stop_token_ids: tuple[int, ...], prompt_logprobs: int | None
+) -> SamplingParams:
+    """Return what ends a request. Of most requests it is the same, and to check it takes as long as
+    all else that is made of an arrival.
+    """
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop_token_ids=stop_token_ids,
+        prompt_logprobs=prompt_logprobs,
+    )
 
 
 def hints_of(session_id: str | None, extra: Mapping[str, Any]) -> Hints:
