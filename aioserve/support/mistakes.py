@@ -31,8 +31,8 @@ _KINDS = {
     "null": "nothing",
 }
 _ITEMS = {"int": "whole numbers", "float": "numbers", "str": "texts", "array": "lists"}
-# Of msgspec's messages, also of those on the names in a mapping: a text was wanted, and what came.
-_NO_TEXT = re.compile(r"Expected `(?:\w+ \| )*str(?: \| \w+)*`, got `(?P<kind>\w+)`")
+# Of msgspec's messages, also of those on the names in a mapping: what was wanted, and what came.
+_OTHER_KIND = re.compile(r"Expected `(?P<kinds>[\w |]+)`, got `(?P<kind>\w+)`")
 _NUMBER = "a text that looks like a number as a number, unless it is in quotes"
 _DATE = "a text that looks like a date as a date, unless it is in quotes"
 #: What YAML makes of some texts, by what msgspec calls that.
@@ -107,8 +107,9 @@ def misfit(error: msgspec.ValidationError, given: Any, kind: type) -> tuple[str,
 
 def _in_quotes(error: msgspec.ValidationError) -> str:
     """Return what YAML reads as no text, if a text was wanted and that came in its place."""
-    match = _NO_TEXT.match(str(error))
-    read = _UNQUOTED.get(match["kind"]) if match else None
+    match = _OTHER_KIND.match(str(error))
+    is_text = match is not None and "str" in match["kinds"].split(" | ")
+    read = _UNQUOTED.get(match["kind"]) if match and is_text else None
     return f"; YAML reads {read}" if read else ""
 
 
