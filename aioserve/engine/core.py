@@ -85,9 +85,7 @@ class EngineCore:
 
     @property
     def step_since(self) -> float | None:
-        """The time at which the runner began its step; None if it is idle. Other threads may read
-        it.
-        """
+        """The time at which the runner began its step; None: it is idle. Any thread may read it."""
         return self.loop.step_since if self.loop.in_flight else None
 
     def step_seconds(self) -> float:

@@ -21,14 +21,7 @@ from aioserve.kv_cache.block_pool import (
     tell_stored,
 )
 from aioserve.kv_cache.resource import LimitOf, Resource, StatePool, WindowPool
-from aioserve.request import (
-    CACHE_SECONDS,
-    MAX_CACHE_SECONDS,
-    Request,
-    RequestStatus,
-    WaitReason,
-    hinted_number,
-)
+from aioserve.request import Request, RequestStatus, WaitReason
 
 if TYPE_CHECKING:
     from aioserve.kv_cache.connector import KVConnectorBase
@@ -397,16 +390,6 @@ class KVCacheManager:
         self.pool.clear_index()
         for resource in self.resources:
             resource.clear()
-
-    def lease_to_client(self, request: Request, now: float) -> None:
-        """Keep the prefix of a request that has its reply for as long as its client asks for."""
-        if (seconds := hinted_number(request, CACHE_SECONDS, 0.0)) > 0:
-            self.leases.pin_for_client(
-                request.conversation,
-                self.get_computed_blocks(request),
-                now + min(seconds, MAX_CACHE_SECONDS),
-                request.spec.key_name,
-            )
 
     def leave(self, request: Request) -> None:
         """The request has ended; a step in flight may still write its blocks."""

@@ -23,6 +23,8 @@ from aioserve.errors import (
 )
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import (
+    CACHE_SECONDS,
+    MAX_CACHE_SECONDS,
     PREDICTED_OUTPUT_TOKENS,
     ROW_VALUES,
     SLO_CLASS,
@@ -152,7 +154,7 @@ class BaseScheduler(SchedulerInterface):
         # The state that the verbs write; a policy reads the part of it that follows.
         self.book = RequestTable(name, kv_cache, config.queue_timeout, self._ask_group)
         self._on_end = self._end_hooks()
-        self.book.just_ended = [] if self._on_end else None
+        self._watch_ends()
         encoder = EncoderLimits(
             num_slots=config.encoder_cache_tokens,
             step_tokens=config.max_encoder_tokens,
@@ -443,7 +445,7 @@ class BaseScheduler(SchedulerInterface):
         """`take_over` has succeeded: the limits of this scheduler count from here on, and what the
         other one has pinned ends.
         """
-        self.book.just_ended = [] if self._on_end else None
+        self._watch_ends()
         self.kv_cache.follow(self._limits, self._lease_limits)
 
     def switch(self, settings: SchedulerConfig) -> SchedulerInterface:
@@ -656,9 +658,18 @@ class BaseScheduler(SchedulerInterface):
         }
         return tuple(hook for hook, is_wanted in hooks.items() if is_wanted)
 
+    def _watch_ends(self) -> None:
+        self.book.just_ended = [] if self._on_end else None
+        self.book.tells_all_ends = any(tell != self._lease_to_client for tell in self._on_end)
+
     def _lease_to_client(self, request: Request, reason: str) -> None:
-        if request.hints and reason in ("stop", "length"):
-            self.kv_cache.lease_to_client(request, self.clock())
+        """Keep the prefix of a request that has its reply for as long as its client asks for."""
+        seconds = hinted_number(request, CACHE_SECONDS, 0.0)
+        if seconds > 0 and reason in ("stop", "length"):
+            block_ids = self.kv_cache.get_computed_blocks(request)
+            until = self.clock() + min(seconds, MAX_CACHE_SECONDS)
+            leases, client = self.kv_cache.leases, request.spec.key_name
+            leases.pin_for_client(request.conversation, block_ids, until, client)
 
     def _tell_ends(self, ended: list[Request]) -> None:
         """Tell of requests that ended since the last step; the next step tells of later ends."""

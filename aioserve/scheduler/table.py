@@ -22,7 +22,7 @@ from aioserve.errors import (
     PolicyError,
     RequestError,
 )
-from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.request import CACHE_SECONDS, Request, RequestStatus, WaitReason
 from aioserve.scheduler.interface import Rejection
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -322,7 +322,8 @@ class RequestTable:
         self.last_output: SchedulerOutput | None = None
         self.finished_req_ids: list[str] = []  # not yet told to the runner
         self.rejected: dict[Request, Rejection] = {}  # by the step that is planned
-        self.just_ended: list[Request] | None = None  # for a policy that wants to know; None: no
+        self.just_ended: list[Request] | None = None  # to tell of in the next step; None: of none
+        self.tells_all_ends = False  # False: only of requests whose clients ask for a lease
         self.reply_lengths: LengthHistory | None = None  # None: no policy has learned any
         self._untold_preempted: list[str] = []  # from a step that the runner never saw
         self._last_decodes = Decodes([])
@@ -645,7 +646,7 @@ class RequestTable:
         if request.status is not RequestStatus.WAITING:  # else the runner never heard of it
             self.finished_req_ids.append(request.request_id)
         request.status = status
-        if self.just_ended is not None:
+        if self.just_ended is not None and (self.tells_all_ends or CACHE_SECONDS in request.hints):
             self.just_ended.append(request)
         del self.requests[request.request_id]
         self.timers.forget(request)
