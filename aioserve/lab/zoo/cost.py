@@ -40,7 +40,7 @@ class Cost(msgspec.Struct, frozen=True):
     us: float  # per schedule(), of CPU
     running: int
     waiting: int
-    reference_us: float  # of `chunked_prefill` on the same machine, just before
+    reference_us: float  # of `chunked_prefill` on the same machine, step by step in turns
     machine: str  # and the day
 
     @property
@@ -54,8 +54,17 @@ def measure_costs(configs: Sequence[EngineConfig], waiting: int = WAITING) -> li
     machine, found = f"{processor()}, {datetime.now(UTC):%Y-%m-%d}", []
     reference = EngineConfig.load(REFERENCE)
     for config in configs:
-        reference_us, _, _ = measure_cost(reference, waiting)
-        found.append(Cost(*measure_cost(config, waiting), reference_us, machine))
+        works = [_filled(one, waiting) for one in (reference, config)]
+        gc.collect()
+        times: list[list[float]] = [[], []]
+        running = []
+        for _ in range(NUM_STEPS):
+            for work, mine in zip(works, times, strict=True):  # the machine's speed drifts for both
+                mine.append(work.next_step(time.thread_time))
+            running.append(len(works[1].known))
+        reference_us, us = (round(1e6 * statistics.mean(mine), 1) for mine in times)
+        shown = round(statistics.mean(running))
+        found.append(Cost(us, shown, works[1].num_waiting, reference_us, machine))
     return found
 
 
@@ -71,17 +80,25 @@ def measure_cost(
     whose policy is in another process, `options` are those of the policy, `clock` returns seconds
     of CPU of that process, and `settle` has it take in what came before the call.
     """
-    work = _Work(config, waiting, options)
-    work.fill(clock)
+    work = _filled(config, waiting, options, clock)
     gc.collect()
     times, running = [], []
     for _ in range(NUM_STEPS):
-        work.come()
-        settle(work.scheduler)
-        times.append(work.step(clock, leaving=max(len(work.known) // LIFE, 1)))
+        times.append(work.next_step(clock, settle))
         running.append(len(work.known))
     us = round(1e6 * statistics.mean(times), 1)
     return us, round(statistics.mean(running)), work.num_waiting
+
+
+def _filled(
+    config: EngineConfig,
+    waiting: int,
+    options: dict[str, Any] | None = None,
+    clock: Callable[[], float] = time.thread_time,
+) -> "_Work":
+    work = _Work(config, waiting, options)
+    work.fill(clock)
+    return work
 
 
 class _Work:
@@ -158,6 +175,16 @@ class _Work:
         for request in self._coming:
             self.scheduler.add_request(request)
         self._coming = []
+
+    def next_step(
+        self,
+        clock: Callable[[], float],
+        settle: Callable[[SchedulerInterface], None] = lambda scheduler: None,
+    ) -> float:
+        """Add what comes and plan a step in which one in `LIFE` ends; seconds of schedule()."""
+        self.come()
+        settle(self.scheduler)
+        return self.step(clock, leaving=max(len(self.known) // LIFE, 1))
 
     def step(self, clock: Callable[[], float], leaving: int) -> float:
         """Plan a step and take in a result by which the oldest requests end; the seconds of
