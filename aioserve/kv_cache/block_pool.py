@@ -421,7 +421,7 @@ class Leases:
         return len(block_ids)
 
     def _covers(self, block_ids: list[int], until: float, client: str, other: Hashable) -> bool:
-        """Return whether a lease of these blocks makes another one of the client superfluous."""
+        """Return whether a lease of these blocks holds all that the lease `other` holds."""
         lease = self.held[other]
         if lease.client != client or lease.until > until:
             return False

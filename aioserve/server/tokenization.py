@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize, as vLLM has them: texts or conversations to token ids, and back.
 
-Has the handlers of these endpoints; the tokenizer and the chat template are the engine's.
+This module contains the HTTP handlers; the engine has the tokenizer and the chat template.
 """
 
 from collections.abc import AsyncIterator

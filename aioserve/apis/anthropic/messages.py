@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API.
 
-Has the handlers of both endpoints, the reply as messages and events, and the conversion of messages
-and tools to those of chat templates, which refuses what no template can show, with its place. The
+This module contains the HTTP handlers, writes replies as messages and events, and converts messages
+and tools to those of chat templates; what no template can show is refused, with its place. The
 chat template is the engine's; `generation` admits and streams requests; `formats` knows how a model
 writes calls.
 """

@@ -1,6 +1,6 @@
 """/v1/files: what batches read and leave, as OpenAI's API has it.
 
-Has the handlers of these endpoints; `disk` knows where the files are.
+This module contains the HTTP handlers; `disk` stores the files.
 """
 
 import asyncio

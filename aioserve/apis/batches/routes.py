@@ -1,6 +1,6 @@
 """/v1/batches: requests of a file, run in the background, as OpenAI's API has it.
 
-Has the handlers of these endpoints; `runner` and `work` run the batches.
+This module contains the HTTP handlers; `runner` and `work` run the batches.
 """
 
 import time

@@ -1,7 +1,7 @@
 """POST /api/chat and /api/generate, GET /api/tags, /api/ps and /api/version, POST /api/show.
 
-Has the handlers of these endpoints and the lines of their replies. The code of chat completions
-answers the conversations.
+This module contains the HTTP handlers, and writes their replies as lines of JSON. Conversations are
+served by the code of chat completions.
 """
 
 import asyncio

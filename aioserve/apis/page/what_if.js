@@ -125,7 +125,7 @@ export class WhatIf {
       this.say(`Recording until ${plural(requests, "request")} came, for ${duration(1e3 * seconds)} at most. “Send sixty requests” makes some.`);
       const trial = await post("admin/try_policy", value, this.trying.signal);
       const said = trial.table.split("\n").find((line) => line.startsWith("On these ")) ?? "";
-      this.say(`${said} That is exact in the simulation of these ${plural(trial.requests, "request")}; the comparison is below. ${trial.missing
+      this.say(`${said} The numbers are exact for the simulation of these ${plural(trial.requests, "request")}; the full comparison is below. ${trial.missing
         ? `Whether it holds for other traffic is open: intervals need ${plural(trial.missing, "request")} more.`
         : trial.table.includes("No difference has an interval")
           ? "Whether it holds for other traffic is open: the comparison says why no difference has an interval."

@@ -1,6 +1,6 @@
 """/v1/responses: OpenAI's Responses API, and what it remembers.
 
-Has the handlers of these endpoints. The chat template is the engine's; `generation` admits and
+This module contains the HTTP handlers. The chat template is the engine's; `generation` admits and
 streams requests; `answer` makes items of the reply's text.
 """
 

@@ -67,7 +67,7 @@ class BlockStore(ABC):
 
     @abstractmethod
     def find(self, block_hashes: Sequence[bytes], on_found: Callable[[int], None]) -> None:
-        """Find how many of these blocks are stored, from the first on without a gap."""
+        """Count the blocks that are stored, up to the first of these that is not."""
 
     @abstractmethod
     def find_each(

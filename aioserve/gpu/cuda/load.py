@@ -375,7 +375,7 @@ class _Kind(NamedTuple):
         max_model_len: int,
         sizes: Sequence[int],
     ) -> DeviceAttention:
-        """Make attention for steps in `arena`; decodes of these `sizes` will be captured."""
+        """Make the attention of steps in `arena`; CUDA graphs will hold decodes of `sizes`."""
         if self.flashinfer is None:
             return TorchDeviceAttention(self.spec, layout.limits, device.torch_device)
         return FlashInferAttention(

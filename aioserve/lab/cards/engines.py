@@ -39,7 +39,7 @@ class Host(msgspec.Struct, frozen=True):
 
 #: One default per engine and version. The numbers of vLLM are those of `reproduce.vllm.stages`:
 #: with asynchronous scheduling, which hides the host's work behind the card's. The published files
-#: do not state it of these runs; it is the default from vLLM 0.14 on.
+#: do not say whether these runs scheduled so; from vLLM 0.14 on that is the default.
 HOSTS = (
     Host(
         "vllm",

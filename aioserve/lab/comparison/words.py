@@ -134,8 +134,8 @@ def _about_one_seed(document: Document) -> str:
         )
     instead = "Take a longer trace, or one with pauses." if is_trace else "Take several seeds."
     return (
-        f"{none}the time of a request depends on so many requests before it that the run has fewer "
-        f"than {MIN_BLOCKS} independent stretches. {instead}"
+        f"{none}the times of requests depend on those of earlier requests over long stretches, "
+        f"and the run has fewer than {MIN_BLOCKS} independent stretches. {instead}"
     )
 
 

@@ -49,7 +49,7 @@ class Simulator(msgspec.Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Of how many rows the metric with the most of them is."""
+        """The number of rows of the metric that has the most."""
         return max(score.rows for score in self.scores.values())
 
 
