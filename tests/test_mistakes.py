@@ -81,7 +81,17 @@ def test_a_text_that_yaml_reads_as_something_else_is_refused_with_the_reason(
     assert ("YAML reads" in str(caught.value)) == bool(hint)
 
 
-@pytest.mark.parametrize("text", ['version: "0.20"', "version: 0.24.0", "version: v1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        'version: "0.20"',
+        "version: 0.24.0",
+        "version: v1",
+        "version: 9e107d9d372bb6826bd81d3542a419d6",  # hashes and paths like numbers at first
+        "version: 1e5/x",
+        "version: 2e5:latest",
+    ],
+)
 def test_a_text_in_quotes_or_like_no_number_is_a_text(text: str, tmp_path: Path) -> None:
     path = tmp_path / "texts.yaml"
     path.write_text(text)
@@ -90,10 +100,18 @@ def test_a_text_in_quotes_or_like_no_number_is_a_text(text: str, tmp_path: Path)
 
 def test_an_option_of_the_command_line_may_have_an_exponent_or_look_like_a_date() -> None:
     tree: dict[str, Any] = {}
-    for name, text in (("small", "1e-3"), ("large", "-2E+6"), ("day", "2024-13-45")):
+    for name, text in (
+        ("small", "1e-3"),
+        ("large", "-2E+6"),
+        ("whole", "1.e3"),
+        ("point", ".5e3"),
+        ("half", "1.5e3"),
+        ("day", "2024-13-45"),
+    ):
         set_value(tree, f"scheduler.options.{name}", text)
     options = tree["scheduler"]["options"]
-    assert options == {"small": 0.001, "large": -2e6, "day": "2024-13-45"}
+    numbers = {"small": 0.001, "large": -2e6, "whole": 1e3, "point": 500.0, "half": 1500.0}
+    assert options == numbers | {"day": "2024-13-45"}
 
 
 def test_a_version_without_quotes_is_refused_in_a_sentence(capsys) -> None:

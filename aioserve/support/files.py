@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,10 +52,17 @@ def parse_yaml(text: str) -> Any:
     """
     import yaml
 
+    return yaml.load(text, _yaml_loader())  # noqa: S506 - a safe one
+
+
+@cache
+def _yaml_loader() -> Any:
+    import yaml
+
     loader: Any = type("Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {})
-    number = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
-    loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
-    return yaml.load(text, loader)  # noqa: S506 - a safe one
+    number = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return loader
 
 
 def read_struct(path: Path, what: str, kind: type[T]) -> T:
