@@ -404,8 +404,8 @@ def check_asked(policy: type[SchedulerInterface], info: RunnerInfo) -> None:
         return
     if policy.sets_frequency and not info.sets_frequency:
         raise ConfigError(
-            f"policy {policy.__name__} sets the card's clock, which is simulated alone: compare it "
-            "(python -m aioserve compare), or serve with --runner simulated"
+            f"policy {policy.__name__} sets the card's clock, which only a simulated card has: "
+            "compare it (python -m aioserve compare), or serve with --runner simulated"
         )
     if not policy.wants_row_values:
         return

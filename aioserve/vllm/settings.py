@@ -125,8 +125,9 @@ def load_served(name: str) -> type[BaseScheduler]:
         )
     if policy.sets_frequency:
         raise ConfigError(
-            f"policy {policy.__name__} sets the card's clock (sets_frequency), which is simulated "
-            "alone and has no effect inside vLLM: compare it (python -m aioserve compare)"
+            f"policy {policy.__name__} sets the card's clock (sets_frequency), which only a "
+            "simulated card has; it would have no effect inside vLLM: compare it "
+            "(python -m aioserve compare)"
         )
     if policy.wants_row_values:
         raise ConfigError(

@@ -55,7 +55,9 @@ def test_a_policy_that_does_not_say_so_cannot_set_it() -> None:
 
 
 def test_an_engine_whose_runner_has_no_clock_to_set_refuses_the_policy_at_the_start() -> None:
-    with pytest.raises(ConfigError, match="policy Slow sets the card's clock, which is simulated"):
+    with pytest.raises(
+        ConfigError, match="policy Slow sets the card's clock, which only a simulated card has"
+    ):
         check_asked(Slow, RunnerInfo(num_kv_blocks=8))
     check_asked(Slow, RunnerInfo(num_kv_blocks=8, sets_frequency=True))
     check_asked(ChunkedPrefillScheduler, RunnerInfo(num_kv_blocks=8))
