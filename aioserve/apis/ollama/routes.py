@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +214,6 @@ async def _tags(request: web.Request) -> list[tuple[ModelCard, dict[str, Any]]]:
     ]
 
 
-@lru_cache(maxsize=256)  # clients ask again and again, and what is served does not change
 def _size(path: Path) -> int:
     """Return the bytes of a model's files; 0 if they cannot be looked at."""
     try:
