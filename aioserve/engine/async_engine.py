@@ -175,9 +175,9 @@ class AsyncEngine(EngineClient):
                     await asyncio.wait([self._task])
         finally:
             self._close_chat_format()  # chats that were accepted have ended, or are given up
-        self.internals.loop_monitor.stop()
-        if self._watchdog is not None:
-            self._watchdog.close()
+            self.internals.loop_monitor.stop()
+            if self._watchdog is not None:
+                self._watchdog.close()
         async with self._ending:
             if self._parts is not None:
                 parts, self._parts = self._parts, None
