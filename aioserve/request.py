@@ -125,7 +125,7 @@ class WaitReason(enum.StrEnum):
     SEATS = "seats"  # max_num_seqs requests are running
     ADAPTERS = "adapters"  # running requests use max_loras adapters, and not its own
     BLOCKS = "blocks"  # its tokens do not fit the free KV blocks
-    LEASES = "leases"  # the same, and pinned prefixes hold some of those that are missing
+    LEASES = "leases"  # the same, and leases hold some of those that are missing
     STATES = "states"  # no state slot is free (models with states)
     WINDOWS = "windows"  # the pool of sliding windows has no room for its own
     ENCODER_BUDGET = "encoder_budget"  # its next image is being encoded, or there is no room for it

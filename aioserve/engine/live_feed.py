@@ -637,7 +637,7 @@ class LiveFeed:
 
 
 def _leases(policy: SchedulerInterface, onlooker: FeedObserver) -> list[Lease]:
-    """Return the newest leases of the policy, at most `MAX_LEASES`; empty for another scheduler."""
+    """Return the newest leases, at most `MAX_LEASES`; empty for a scheduler of another kind."""
     if not isinstance(policy, BaseScheduler):
         return []
     size = policy.kv_cache.block_size

@@ -331,12 +331,7 @@ class BlockPool:
 
 # Leases: prefixes that a policy or a client keeps until a time. A lease holds its blocks as a
 # request does, so that no other request gets them, but gives way to a request beside which nothing
-# runs. Leases of clients also give way before a running request is preempted. (Continuum, Li et
-# al., 2025, pins a program's prefix while its tool runs; clients state a time by Anthropic's
-# `cache_control.ttl`.)
-
-
-MAX_CLIENT_LEASES = 1000  # a new one looks at all of them
+# runs. (Continuum, Li et al., 2025, pins a program's prefix while its tool runs.)
 
 
 class LeaseLimits(NamedTuple):
@@ -346,121 +341,98 @@ class LeaseLimits(NamedTuple):
     of_clients: int  # all clients together
 
 
-class _Lease(NamedTuple):
+class Lease(NamedTuple):
+    """Blocks that are kept until a time."""
+
+    conversation: Hashable
     block_ids: list[int]
     until: float  # seconds of the scheduler's clock
     client: str | None = None  # name of the API key that asked for it; None: the policy did
 
+    @property
+    def key(self) -> Hashable:
+        """The lease's place: a client and the policy may keep the same conversation."""
+        return self.conversation if self.client is None else (self.client, self.conversation)
+
 
 class Leases:
-    """The leases of one pool, by key, the oldest first; a key has one lease."""
+    """The leases of one pool, the oldest first. A conversation has one lease of the policy, and one
+    of each client, for which `client_leases` has the rules.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self.max_blocks = pool.num_blocks  # that the policy's leases hold at most
         self.max_client_blocks = pool.num_blocks  # that the clients' leases hold at most
-        self._pool = pool
-        self.held: dict[Hashable, _Lease] = {}  # what is asked in every step: a dict is cheap
-        self._num_blocks: Counter[str | None] = Counter()  # of leases, by their client
+        self.pool = pool
+        self.held: dict[Hashable, Lease] = {}  # what is asked in every step: a dict is cheap
+        self.references: Counter[int] = Counter()  # how many leases hold each block, by block
+        self.client_rule: Callable[[Leases], bool] = lambda leases: False  # how theirs give way
+        self._num_blocks = 0  # of the policy's leases
         self._next_end = math.inf  # no lease ends before
 
     def __len__(self) -> int:
         return len(self.held)
 
     @property
-    def references(self) -> Counter[int]:
-        """How many leases hold each block, by block."""
-        return Counter(b for lease in self.held.values() for b in lease.block_ids)
-
-    @property
     def num_held_blocks(self) -> int:
-        """Blocks that leases hold, and no request does."""
-        own = self.references
-        return sum(self._pool.ref_counts[b] == count for b, count in own.items())
+        """Blocks that leases hold, and no request does. Costs time with each block of a lease."""
+        return sum(self.pool.ref_counts[b] == count for b, count in self.references.items())
 
-    def pin(self, key: Hashable, block_ids: list[int], until: float) -> int:
+    def has_alone(self, block_ids: Iterable[int]) -> bool:
+        """Return whether leases hold one of these blocks, and no request does."""
+        counts, own = self.pool.ref_counts, self.references
+        return any(counts[block_id] == own[block_id] for block_id in block_ids)
+
+    def pin(self, conversation: Hashable, block_ids: list[int], until: float) -> int:
         """Hold these cached blocks until a time, or as many of the first as `max_blocks` allows, in
-        the place of what the key has held; older leases of the policy end where there is no room
-        beside them. Returns how many are held. Raises `PolicyError` for a time that never comes.
+        the place of what the policy has held of the conversation; its older leases end where there
+        is no room beside them. Returns how many are held. Raises `PolicyError` for a time that
+        never comes.
         """
         if not math.isfinite(until):
             raise PolicyError(f"pin() takes a time of the clock in seconds, got {until!r}")
         block_ids = block_ids[: self.max_blocks]
-        self._pool.touch(block_ids)
-        self.end(key)
-        while self._num_blocks[None] + len(block_ids) > self.max_blocks:
-            self._end_oldest(None)
-        self._add(key, _Lease(block_ids, until))
+        self.pool.touch(block_ids)
+        self.end(conversation)
+        while self._num_blocks + len(block_ids) > self.max_blocks:
+            self._end_oldest()
+        self.add(Lease(conversation, block_ids, until))
         return len(block_ids)
 
-    def pin_for_client(self, key: Hashable, block_ids: list[int], until: float, client: str) -> int:
-        """Hold these cached blocks until a time at the wish of a client, in the place of what the
-        key has held. Earlier leases of the client that this one covers, as those of earlier turns,
-        end. Returns how many of the first blocks are held.
-
-        Where `max_client_blocks` leaves no room, the oldest lease ends of another client that holds
-        more than this one would, else the oldest of this client, which else gets fewer blocks: no
-        client ends the leases of clients that hold less.
-        """
-        self.end(key)
-        if sum(lease.client is not None for lease in self.held.values()) >= MAX_CLIENT_LEASES:
-            self.give_way_of_clients()
-        for other in list(self.held):
-            if self._covers(block_ids, until, client, other):
-                self.end(other)
-        while (num_over := self._num_client_blocks + len(block_ids) - self.max_client_blocks) > 0:
-            others = self._num_blocks.items()
-            most, greediest = max(
-                ((num, name) for name, num in others if name not in (None, client)), default=(0, "")
-            )
-            if most > self._num_blocks[client] + len(block_ids) - num_over:
-                self._end_oldest(greediest)
-            elif not self._end_oldest(client):
-                block_ids = block_ids[: max(len(block_ids) - num_over, 0)]
-        self._pool.touch(block_ids)
-        self._add(key, _Lease(block_ids, until, client))
-        return len(block_ids)
-
-    def _covers(self, block_ids: list[int], until: float, client: str, other: Hashable) -> bool:
-        """Return whether a lease of these blocks holds all that the lease `other` holds."""
-        lease = self.held[other]
-        if lease.client != client or lease.until > until:
-            return False
-        end = len(lease.block_ids)  # equal last blocks have equal tokens before them
-        return end <= len(block_ids) and block_ids[end - 1] == lease.block_ids[-1]
-
-    def _add(self, key: Hashable, lease: _Lease) -> None:
+    def add(self, lease: Lease) -> None:
+        """Note a lease of blocks that were touched for it; one of no block is none."""
         if lease.block_ids:
-            self.held[key] = lease
-            self._num_blocks[lease.client] += len(lease.block_ids)
+            self.held[lease.key] = lease
+            self._num_blocks += len(lease.block_ids) if lease.client is None else 0
+            self.references.update(lease.block_ids)
             self._next_end = min(self._next_end, lease.until)
 
     def end(self, key: Hashable) -> None:
-        """Let go of what the key holds, if anything: it stays cached until it is evicted."""
+        """Let go of what the policy holds of a conversation, or what another key holds, if
+        anything: it stays cached until it is evicted.
+        """
         if (lease := self.held.pop(key, None)) is not None:
-            self._num_blocks[lease.client] -= len(lease.block_ids)
-            if not self._num_blocks[lease.client]:
-                del self._num_blocks[lease.client]
-            self._pool.free(reversed(lease.block_ids))  # the head of a prefix is evicted last
+            self._num_blocks -= len(lease.block_ids) if lease.client is None else 0
+            self.references.subtract(lease.block_ids)
+            for block_id in lease.block_ids:
+                if not self.references[block_id]:
+                    del self.references[block_id]
+            self.pool.free(reversed(lease.block_ids))  # the head of a prefix is evicted last
 
     def give_way(self) -> bool:
-        """End a lease: the oldest of the client that holds the most, else the oldest of the policy.
-        False: there is none.
+        """End a lease: one of a client that frees something, else the oldest of the policy. False:
+        there is none.
         """
-        return self.give_way_of_clients() or self._end_oldest(None)
+        return self.give_way_of_clients() or self._end_oldest()
 
     def give_way_of_clients(self) -> bool:
-        """End the oldest lease of the client that holds the most. False: no client has any."""
-        held = [(num, name) for name, num in self._num_blocks.items() if name is not None]
-        return bool(held) and self._end_oldest(max(held)[1])
+        """End a lease of a client, if one frees a block. False: none does."""
+        return self.client_rule(self)
 
-    @property
-    def _num_client_blocks(self) -> int:
-        return self._num_blocks.total() - self._num_blocks[None]
-
-    def _end_oldest(self, client: str | None) -> bool:
-        """End the oldest lease of a client, or of the policy. False: it has none."""
+    def _end_oldest(self) -> bool:
+        """End the oldest lease of the policy. False: it has none."""
         for key, lease in self.held.items():
-            if lease.client == client:
+            if lease.client is None:
                 self.end(key)
                 return True
         return False
@@ -492,5 +464,5 @@ class Leases:
 
     def end_all(self) -> None:
         """End all leases: their KV blocks can be evicted again."""
-        while self.give_way():
-            pass
+        for key in list(self.held):
+            self.end(key)

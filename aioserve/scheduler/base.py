@@ -414,8 +414,8 @@ class BaseScheduler(SchedulerInterface):
 
         The policy's leases hold at most the share `max_leased_share` of the KV blocks. The oldest
         make room for a new one, and for a request beside which nothing runs. Leases that clients
-        ask for (hint `cache_seconds`) have another share, `max_client_leased_share`: `pin` replaces
-        such a lease of the conversation, `unpin` ends it. Returns the tokens that are kept.
+        ask for (hint `cache_seconds`) are apart, with a share of their own. Returns the tokens that
+        are kept.
         """
         block_ids = self.kv_cache.get_computed_blocks(request)
         num_blocks = self.kv_cache.leases.pin(request.conversation, block_ids, until)
@@ -442,8 +442,8 @@ class BaseScheduler(SchedulerInterface):
         self.book = other.book
 
     def take_charge(self) -> None:
-        """`take_over` has succeeded: the limits of this scheduler count from here on, and what the
-        other one has pinned ends.
+        """`take_over` has succeeded: the limits of this scheduler count from here on, and all
+        leases end, those of clients included.
         """
         self._watch_ends()
         self.kv_cache.follow(self._limits, self._lease_limits)
@@ -647,9 +647,7 @@ class BaseScheduler(SchedulerInterface):
             output.parts[ROW_VALUES] = dict.fromkeys(rows, self.wants_row_values)
 
     def _end_hooks(self) -> tuple[Callable[[Request, str], None], ...]:
-        """Return what is called with each request that has ended; what the policy itself does comes
-        last, so that it may end a lease that the client asked for.
-        """
+        """Return what is called with each request that has ended, what the policy does last."""
         hears = type(self).on_finish is not BaseScheduler.on_finish
         hooks = {
             self._learn_length: self.uses_predicted_tokens,
@@ -666,16 +664,15 @@ class BaseScheduler(SchedulerInterface):
         """Keep the prefix of a request that has its reply for as long as its client asks for."""
         seconds = hinted_number(request, CACHE_SECONDS, 0.0)
         if seconds > 0 and reason in ("stop", "length"):
-            block_ids = self.kv_cache.get_computed_blocks(request)
-            until = self.clock() + min(seconds, MAX_CACHE_SECONDS)
-            leases, client = self.kv_cache.leases, request.spec.key_name
-            leases.pin_for_client(request.conversation, block_ids, until, client)
+            from aioserve.kv_cache.client_leases import lease
+
+            lease(self.kv_cache, request, self.clock() + min(seconds, MAX_CACHE_SECONDS))
 
     def _tell_ends(self, ended: list[Request]) -> None:
         """Tell of requests that ended since the last step; the next step tells of later ends."""
         self.book.just_ended = []
-        for request in ended:
-            for tell in self._on_end:
+        for tell in self._on_end:  # a policy that raises keeps none from the lease of its client
+            for request in ended:
                 tell(request, request.status.finish_reason or "")
 
     def _learn_length(self, request: Request, reason: str) -> None:

@@ -62,7 +62,7 @@ class Memory:
 
     @property
     def leased(self) -> int:
-        """Tokens that leases hold (`pin`), and no request does. Costs time with each lease."""
+        """Tokens that leases hold, and no request does. Costs time with each block of a lease."""
         return self._tokens(self._kv_cache.leases.num_held_blocks)
 
     @property
@@ -80,16 +80,15 @@ class Memory:
         )
 
     def leases(self, most: int | None = None) -> list[HeldPrefix]:
-        """Return the leases (`pin`), or `most` of them, each with its user, conversation, tokens
-        and end; the newest first.
+        """Return the leases of the policy (`pin`) and of clients, or `most` of them, each with its
+        user, conversation, tokens and end; the newest first.
         """
-        held: dict[Any, Any] = self._kv_cache.leases.held  # by `Request.conversation`
         found = []
-        for key in islice(reversed(held), most):
-            _, user, name = key
-            conversation = name[0] if isinstance(name, tuple) else str(name)
-            num_tokens = self._tokens(len(held[key].block_ids))
-            found.append(HeldPrefix(user, conversation, num_tokens, held[key].until))
+        for lease in islice(reversed(self._kv_cache.leases.held.values()), most):
+            conversation: Any = lease.conversation  # `Request.conversation`
+            _, user, name = conversation
+            shown = name[0] if isinstance(name, tuple) else str(name)
+            found.append(HeldPrefix(user, shown, self._tokens(len(lease.block_ids)), lease.until))
         return found
 
     def cached(self, request: Request) -> int:

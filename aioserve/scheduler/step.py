@@ -227,7 +227,8 @@ class Step(OpenStep):
         place = self._find_place(request, max_tokens, whole)
         if isinstance(place, WaitReason):
             if displacing or book.paused or self._kv_cache.leases.held:
-                place = self._make_room(request, max_tokens, whole, displacing, place)
+                find = partial(self._find_place, request, max_tokens, whole)
+                place = self._make_room(request, place, find, displacing)
             if isinstance(place, WaitReason):
                 self._last_asked = request.order_key, place
                 return self.hold(request, place)
@@ -470,31 +471,29 @@ class Step(OpenStep):
         return computed_blocks, num_slots, num_external
 
     def _make_room(
-        self,
-        request: Request,
-        max_tokens: int | None,
-        whole: bool,
-        displacing: Iterable[Request],
-        place: Place,
+        self, request: Request, place: Place, find: Callable[..., Place], others: Iterable[Request]
     ) -> Place:
         """Return the place of a waiting request that has to wait, once the paused requests and
-        those of `displacing` have lost what it lacks: as few as are needed, and none if that does
-        not help. Before them leases end, if nothing runs.
+        `others` have lost what it lacks: as few as are needed, and none if that does not help.
+        Before them leases end: those of clients, and if nothing runs those of the policy.
         """
         leases = self._kv_cache.leases
         while place is WaitReason.BLOCKS and not self._book.running and leases.give_way():
-            place = self._find_place(request, max_tokens, whole)
-        if place is WaitReason.BLOCKS and leases.held and leases.num_held_blocks:
+            place = find()
+        if place is WaitReason.BLOCKS and leases.held and leases.has_alone(leases.references):
             place = WaitReason.LEASES
         if not isinstance(place, WaitReason):
             return place
-        if place in OF_STEP or not (displacing or place not in OF_RUNNING):
+        if place in OF_STEP or not (others or place not in OF_RUNNING):
             return place
         paused = [r for r in self._book.paused if r is not request]
         paused.sort(key=order_key, reverse=True)
+        if place is WaitReason.LEASES:
+            others = [*others]  # may be asked again
         gone = self._kv_cache.vacancy(self._fresh_blocks, self._dependents)
-        find = partial(self._find_place, request, max_tokens, whole)
-        victims = gone.choose(chain(paused, displacing), lambda: find(gone))
+        victims = gone.choose(chain(paused, others), partial(find, gone))
+        if victims and place is WaitReason.LEASES and leases.give_way_of_clients():
+            return self._make_room(request, find(), find, others)
         for victim in victims:
             self.preempt(victim)
         return find() if victims else place

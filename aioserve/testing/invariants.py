@@ -219,10 +219,10 @@ def _check_blocks(bench: Bench) -> None:
 
 def _check_leases(bench: Bench) -> None:
     """Check that every lease ends, whether or not its conversation goes on."""
-    for conversation, lease in bench.kv_cache.leases.held.items():
+    for lease in bench.kv_cache.leases.held.values():
         if lease.until - bench.now > MAX_LEASE_SECONDS:
             raise ContractViolation(
-                f"{bench.where}: pin() keeps the prefix of {conversation} for "
+                f"{bench.where}: pin() keeps the prefix of {lease.conversation} for "
                 f"{lease.until - bench.now:g} s: a lease has to end though its conversation never "
                 "comes again"
             )
@@ -256,7 +256,8 @@ def standing(bench: Bench) -> list[Any]:
     leases, book = scheduler.kv_cache.leases, scheduler.book
     ended = None if book.just_ended is None else list(book.just_ended)
     places = [list(scheduler.waiting), list(scheduler.running), ended]
-    return [scheduler, keys, *places, dict(leases.held), leases.max_blocks]
+    shares = leases.max_blocks, leases.max_client_blocks
+    return [scheduler, keys, *places, dict(leases.held), shares]
 
 
 def check_standing(bench: Bench, before: list[Any]) -> None:

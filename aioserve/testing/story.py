@@ -185,7 +185,7 @@ IN_WORDS = {
     WaitReason.SEATS: "max_num_seqs requests run",
     WaitReason.ADAPTERS: "those that run have max_loras adapters, and not its own",
     WaitReason.BLOCKS: "its tokens do not fit the free KV blocks",
-    WaitReason.LEASES: "no blocks for it are free: pinned prefixes hold some",
+    WaitReason.LEASES: "no blocks for it are free: leases of prefixes hold some",
     WaitReason.STATES: "no slot for its state is free",
     WaitReason.WINDOWS: "its window does not fit the pool of windows",
     WaitReason.ENCODER_BUDGET: "its next image does not fit",

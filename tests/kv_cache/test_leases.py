@@ -1,10 +1,12 @@
 """Leases hold what they pin, within their bound and time, and nothing when they end."""
 
 import random
+from collections.abc import Hashable
 
 import pytest
 
-from aioserve.kv_cache import KVCacheManager, LeaseLimits, block_pool
+from aioserve.kv_cache import KVCacheManager, LeaseLimits, client_leases
+from aioserve.kv_cache.block_pool import Leases
 from tests.kv_cache.test_manager import compute, make_request
 
 
@@ -99,16 +101,20 @@ def prefix(manager: KVCacheManager, start: int, num_blocks: int) -> list[int]:
     return manager.get_computed_blocks(request)
 
 
+def kept(leases: Leases) -> list[Hashable]:
+    return [lease.conversation for lease in leases.held.values()]
+
+
 def test_a_client_that_keeps_much_ends_its_own_leases_and_none_of_one_that_keeps_less() -> None:
     manager = KVCacheManager(64, 4, watermark=0)
     leases = manager.leases
     leases.limit(LeaseLimits(of_policy=64, of_clients=12))
-    assert leases.pin_for_client("small", prefix(manager, 0, 2), 50.0, "ben") == 2
+    assert client_leases.pin(leases, "small", prefix(manager, 0, 2), 50.0, "ben") == 2
     for i in range(6):
-        assert leases.pin_for_client(i, prefix(manager, i + 1, 4), 50.0, "ann") == 4
-    assert list(leases.held) == ["small", 4, 5]
-    assert leases.pin_for_client("large", prefix(manager, 20, 9), 50.0, "cid") == 6
-    assert list(leases.held) == ["small", 5, "large"]  # the one of eight blocks gave four
+        assert client_leases.pin(leases, i, prefix(manager, i + 1, 4), 50.0, "ann") == 4
+    assert kept(leases) == ["small", 4, 5]
+    assert client_leases.pin(leases, "large", prefix(manager, 20, 9), 50.0, "cid") == 6
+    assert kept(leases) == ["small", 5, "large"]  # the one of eight blocks gave four
 
 
 def test_what_a_client_keeps_takes_nothing_of_the_policys_share_and_gives_way_first() -> None:
@@ -116,12 +122,12 @@ def test_what_a_client_keeps_takes_nothing_of_the_policys_share_and_gives_way_fi
     leases = manager.leases
     leases.limit(LeaseLimits(of_policy=4, of_clients=4))
     leases.pin("policy", prefix(manager, 0, 4), 50.0)
-    leases.pin_for_client("client", prefix(manager, 1, 6), 50.0, "")
+    client_leases.pin(leases, "client", prefix(manager, 1, 6), 50.0, "")
     assert leases.num_held_blocks == 8
     leases.pin("another", prefix(manager, 2, 1), 50.0)
-    assert list(leases.held) == ["client", "another"]
+    assert kept(leases) == ["client", "another"]
     assert leases.give_way()
-    assert list(leases.held) == ["another"]
+    assert kept(leases) == ["another"]
     assert not leases.give_way_of_clients()
     assert leases.give_way()
     assert not leases.give_way()
@@ -131,21 +137,68 @@ def test_a_lease_replaces_those_of_its_beginnings_that_end_no_later() -> None:
     manager = KVCacheManager(16, 4, watermark=0)
     blocks = prefix(manager, 0, 6)
     leases = manager.leases
-    leases.pin_for_client("first turn", blocks[:2], 50.0, "ann")
-    leases.pin_for_client("for an hour", blocks[:1], 3600.0, "ann")
-    leases.pin_for_client("of another client", blocks[:2], 50.0, "ben")
-    leases.pin_for_client("second turn", blocks[:4], 60.0, "ann")
-    assert list(leases.held) == ["for an hour", "of another client", "second turn"]
+    client_leases.pin(leases, "first turn", blocks[:2], 50.0, "ann")
+    client_leases.pin(leases, "for an hour", blocks[:1], 3600.0, "ann")
+    client_leases.pin(leases, "of another client", blocks[:2], 50.0, "ben")
+    client_leases.pin(leases, "second turn", blocks[:4], 60.0, "ann")
+    assert kept(leases) == ["for an hour", "of another client", "second turn"]
     leases.expire(70.0)
-    assert list(leases.held) == ["for an hour"]
+    assert kept(leases) == ["for an hour"]
 
 
 def test_clients_have_a_bounded_number_of_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_pool, "MAX_CLIENT_LEASES", 3)
+    monkeypatch.setattr(client_leases, "MAX_LEASES", 3)
     manager = KVCacheManager(16, 4, watermark=0)
     for i in range(5):
-        manager.leases.pin_for_client(i, prefix(manager, i, 1), 50.0, "ann")
-    assert list(manager.leases.held) == [2, 3, 4]
+        client_leases.pin(manager.leases, i, prefix(manager, i, 1), 50.0, "ann")
+    assert kept(manager.leases) == [2, 3, 4]
+
+
+def test_the_client_with_the_most_leases_gives_way_at_their_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_leases, "MAX_LEASES", 3)
+    manager = KVCacheManager(32, 4, watermark=0)
+    leases = manager.leases
+    client_leases.pin(leases, "large", prefix(manager, 0, 6), 50.0, "ben")
+    for i in range(3):
+        client_leases.pin(leases, i, prefix(manager, i + 1, 1), 50.0, "ann")
+    assert kept(leases) == ["large", 1, 2]
+
+
+def test_a_client_that_keeps_nothing_ends_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_leases, "MAX_LEASES", 1)
+    manager = KVCacheManager(16, 4, watermark=0)
+    leases = manager.leases
+    client_leases.pin(leases, "a", prefix(manager, 0, 2), 50.0, "ann")
+    assert client_leases.pin(leases, "b", [], 50.0, "ben") == 0
+    assert kept(leases) == ["a"]
+
+
+def test_clients_and_the_policy_keep_the_same_conversation_apart() -> None:
+    manager = KVCacheManager(16, 4, watermark=0)
+    leases, blocks = manager.leases, prefix(manager, 0, 3)
+    leases.pin("s", blocks, 50.0)
+    client_leases.pin(leases, "s", blocks, 50.0, "ann")
+    client_leases.pin(leases, "s", blocks[:1], 5.0, "ben")
+    leases.end("s")
+    leases.expire(5.0)
+    assert [(lease.client, len(lease.block_ids)) for lease in leases.held.values()] == [("ann", 3)]
+    assert manager.pool.num_used_blocks == leases.num_held_blocks == 3
+
+
+def test_a_lease_whose_blocks_requests_hold_does_not_give_way() -> None:
+    manager = KVCacheManager(32, 4, watermark=0)
+    leases = manager.leases
+    running = make_request(list(range(17)))
+    compute(manager, running)
+    client_leases.pin(leases, "shared", running.block_ids[:4], 50.0, "ann")
+    assert not leases.has_alone(leases.references)
+    client_leases.pin(leases, "alone", prefix(manager, 1, 2), 50.0, "ann")
+    assert leases.has_alone(leases.references)
+    assert leases.give_way_of_clients()
+    assert kept(leases) == ["shared"]
+    assert not leases.give_way_of_clients()
 
 
 def test_what_clients_and_a_policy_keep_at_random_stays_within_both_shares() -> None:
@@ -164,9 +217,9 @@ def test_what_clients_and_a_policy_keep_at_random_stays_within_both_shares() -> 
         found, until = manager.get_computed_blocks(request), now + rng.randrange(1, 9)
         key, client = f"k{rng.randrange(9)}", rng.choice("abc")
         if rng.random() < 0.7:
-            num = leases.pin_for_client(key, found, until, client)
+            num = client_leases.pin(leases, key, found, until, client)
             assert num <= min(len(found), 12)
-            assert not num or leases.held[key].block_ids == found[:num]
+            assert not num or leases.held[client, key].block_ids == found[:num]
         else:
             leases.pin(key, found, until)
         held = [(lease.client, len(lease.block_ids)) for lease in leases.held.values()]

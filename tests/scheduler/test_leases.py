@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from aioserve.policies.priority import PriorityScheduler
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
@@ -236,6 +237,13 @@ async def test_inspect_names_every_lease_with_its_conversation() -> None:
         assert seen.cache.num_used_blocks == seen.cache.num_leased_blocks == 8
 
 
+class RaisesAtEnds(FallbackScheduler):
+    """Serves by arrival; raises when a request has ended."""
+
+    def on_finish(self, request: Request, reason: str) -> None:
+        raise PolicyError("this policy fails")
+
+
 def client_harness(**setup: Any) -> SchedulerHarness:
     return SchedulerHarness(FallbackScheduler, num_blocks=16, block_size=4, **setup)
 
@@ -305,6 +313,44 @@ def test_what_a_client_keeps_gives_way_before_a_request_is_preempted() -> None:
     found.run_until_idle()
     assert not found.kv_cache.leases
     assert not any(step.preempted_req_ids for step in found.steps)
+
+
+def test_what_a_client_keeps_gives_way_before_an_urgent_request_displaces_another() -> None:
+    found = SchedulerHarness(PriorityScheduler, num_blocks=16, block_size=4, watermark=0)
+    found.kv_cache.leases.max_client_blocks = 8
+    found.add_request("a", list(range(29)), max_tokens=1, hints=KEPT)
+    found.run_until_idle()
+    running = found.add_request("b", [7] * 13, max_tokens=8, priority=5)
+    found.step()
+    assert found.kv_cache.leases.num_held_blocks == 7
+    found.add_request("urgent", [8] * 25, max_tokens=1, priority=1)
+    found.run_until_idle()
+    assert not found.kv_cache.leases
+    assert running.num_preemptions == 0
+
+
+def test_what_a_client_keeps_stays_where_an_urgent_request_lacks_a_seat_alone() -> None:
+    found = SchedulerHarness(PriorityScheduler, num_blocks=64, block_size=4, max_num_seqs=1)
+    found.kv_cache.leases.max_client_blocks = 8
+    found.add_request("a", list(range(29)), max_tokens=1, hints=KEPT)
+    found.run_until_idle()
+    running = found.add_request("b", [7] * 13, max_tokens=8, priority=5)
+    found.step()
+    found.add_request("urgent", [8] * 25, max_tokens=1, priority=1)
+    found.run_until_idle()
+    assert running.num_preemptions == 1
+    assert found.kv_cache.leases.num_held_blocks == 7
+
+
+def test_a_policy_that_raises_at_an_end_keeps_no_client_from_its_lease() -> None:
+    found = SchedulerHarness(RaisesAtEnds, num_blocks=16, block_size=4)
+    for name in "ab":
+        found.add_request(name, [ord(name)] * 9, max_tokens=1, hints=KEPT)
+    found.step()
+    found.add_request("c", [1], max_tokens=1)
+    with pytest.raises(PolicyError):
+        found.step()
+    assert len(found.kv_cache.leases) == 2
 
 
 def test_an_agents_next_turn_is_computed_once_under_memory_pressure() -> None:

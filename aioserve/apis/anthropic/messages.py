@@ -127,6 +127,7 @@ async def count_tokens(request: web.Request) -> web.Response:
             request.app[ENGINE].model_info.sampling_defaults
         )  # refuses what no reply takes
         conversation, _ = _conversation(request, body, images)
+        note_ttl(request, body.cache_controls())
         async with preparing(request, images):
             prompt = await request.app[IMAGES].show(conversation, images)
             token_ids = await request.app[ENGINE].tokenize(prompt)

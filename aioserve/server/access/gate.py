@@ -239,8 +239,8 @@ FOREIGN_NAMES: Mapping[str, str] = {"osl": PREDICTED_OUTPUT_TOKENS}
 
 def hints_of(request: web.Request, body: Any, stated: Hints | None, key: Key | None) -> Hints:
     """Return all hints of a request. What the body states as hints goes before its labels, those
-    before headers, and these before the chain of responses; a label that can be no hint stays a
-    label.
+    before headers, and these before the chain of responses; a `ttl` of `cache_control` goes before
+    labels. A label that can be no hint stays a label.
 
     Raises `RequestError` for what the body states as hints and is none, `ForbiddenError` if `key`
     may not set it. Labels and headers that the key may not set, or for which there is no room,
@@ -279,8 +279,9 @@ def _own_names(given: Hints) -> Hints:
 
 def _unstated(request: web.Request, body: Any) -> Hints:
     """Return the hints of what a client says for another purpose."""
-    own = {SESSION: request.get(CHAIN), CACHE_SECONDS: request.get(CACHED_FOR)}
-    return _possible(own) | _headers(request) | _labels(body)
+    kept = {CACHE_SECONDS: request.get(CACHED_FOR)}  # a `ttl`, which names no hint by itself
+    chain = {SESSION: request.get(CHAIN)}
+    return _possible(chain) | _headers(request) | _labels(body) | _possible(kept)
 
 
 def _labels(body: Any) -> Hints:
