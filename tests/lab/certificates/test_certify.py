@@ -59,15 +59,15 @@ def run_documents(candidates: Any, seeds: Any, num_jobs: int = 1, progress: Any 
 
 @pytest.fixture
 def contract_once(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The contract of a class runs once; its later runs, which would say the same of the same
-    class, are noted here and get what it said.
+    """The contract of a file runs once; its later runs, which would say the same of the same bytes,
+    are noted here and get what it said.
     """
     noted: list[Path] = []
     found: dict[str, Contract] = {}
 
     def run_once(file: Path, policy: str, options: dict[str, Any], examples: int) -> Contract:
         noted.append(file)
-        key = f"{policy} {options} {examples}"
+        key = f"{file_digest(file)} {policy} {options} {examples}"
         if key not in found:
             found[key] = run_contract(file, policy, options, examples)
         return found[key]
@@ -125,6 +125,7 @@ def test_a_certificate_is_of_its_file_and_of_no_other(
     printed = capsys.readouterr().out
     assert re.search(r"file +DIFFERS", printed)
     assert "is no certificate of mine.py" in printed
+    assert len(contract_once) == 3, "no contract runs of a file that is another one"
 
 
 def test_files_that_a_policy_imports_from_its_folder_are_part_of_it(tmp_path: Path) -> None:
@@ -231,3 +232,28 @@ def test_the_page_on_certificates_lists_every_key() -> None:
     keys |= {f"contract.{key}" for key in data["contract"] if key != "rules"}
     keys |= {f"zoo.{key}" for key in data["zoo"]} | {"contract.rules[]"}
     assert listed == keys
+
+
+def test_the_page_on_certificates_states_what_a_committed_one_says() -> None:
+    page = (DOCS / "certify.md").read_text()
+    made = read_certificate(DOCS / "certificates" / "chunked_prefill.json")
+    num_rules, cost = len(made.contract.rules), made.cost
+    assert cost is not None
+    [zoo] = re.findall(r"^zoo-.*$", page, re.MULTILINE)
+    overall, standard = made.zoo.overall, f"{made.zoo.standard} ({made.zoo.digest}), 1 seed"
+    assert zoo == (
+        f"{standard}: rank {overall.rank} of {overall.of}, {overall.value:.1%} in time over all "
+        "workloads"
+    )
+    for words in (
+        f"{made.policy} of {made.file}, SHA-256 {made.sha256}\n",
+        f"contract {made.contract.version}: {made.contract.num_kept} of {num_rules} rules kept\n",
+        f"{cost.us:,.0f} microseconds per schedule(), {cost.us / cost.reference_us:.1f} times what",
+        f"({cost.machine})\n",
+        f"keeps all {num_rules} rules of its contract (kit {made.contract.version})\n",
+        f"serves {overall.value:.1%} of requests in time on {made.zoo.standard} (digest ",
+        f"(digest {made.zoo.digest}, seed {made.zoo.seeds[0]})",
+        f"(SHA-256 {made.sha256[:12]}…)",
+        f"aioserve {made.aioserve}:",
+    ):
+        assert words in page
