@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.lab.cards.engines import read_errors
+from aioserve.lab.cards.engines import errors_of_runs, read_errors
+from aioserve.lab.cards.measured import EXTRA, PACKAGE
 from aioserve.lab.reproduce.commands import run_reproduce
 from aioserve.lab.reproduce.vllm import runs, stages
 from aioserve.lab.reproduce.vllm.kv_blocks import (
@@ -23,6 +25,8 @@ from aioserve.lab.reproduce.vllm.kv_blocks import (
 from aioserve.lab.reproduce.vllm.simulators import (
     BY_CARD,
     OURS,
+    Score,
+    Simulator,
     errors_of,
     heads_csv,
     render_simulators,
@@ -33,6 +37,7 @@ from aioserve.lab.reproduce.vllm.simulators import (
 from aioserve.lab.reproduce.vllm.words import as_rows, run_errors
 from tests.lab.cards.test_operators import write_tables
 
+ROOT = Path(__file__).parents[3]
 MODEL = "meta-llama/Llama-3.1-8B"
 NAME = "CARD-Llama-3.1-8B"
 
@@ -289,14 +294,49 @@ def test_heads_of_reports_have_the_errors_of_the_card_alone() -> None:
     ]
 
 
+def published_lines() -> list[dict[str, str]]:
+    """The lines of the table of simulators that is published."""
+    path = ROOT / "benchmarks" / "published" / "vllm" / "simulators.csv"
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def test_the_shipped_errors_are_those_of_the_published_table() -> None:
-    published = Path(__file__).parents[3] / "benchmarks" / "published" / "vllm" / "simulators.csv"
-    with published.open(newline="") as file:
-        own = [line for line in csv.DictReader(file) if line["simulator"] in (OURS, BY_CARD)]
+    own = [line for line in published_lines() if line["simulator"] in (OURS, BY_CARD)]
     known = {(x["set"], x["simulator"], x["metric"]): float(x["median_error"]) for x in own}
+    assert set(known) >= {("vllm-h100", BY_CARD, "e2e_mean"), ("vllm-rtx", OURS, "tpot_p99")}
+    shipped = {}
     for error in read_errors():
         which = ("vllm-h100", BY_CARD) if "h100" in error.cards else ("vllm-rtx", OURS)
-        assert error.median_error == known[*which, error.metric]
+        shipped[*which, error.metric] = error.median_error
+    heads = {key: error for key, error in known.items() if key[1] != OURS or key[0] == "vllm-rtx"}
+    assert len(heads) == 7 + 12
+    assert shipped == heads
+    assert len(read_errors()) == len(heads)
+
+
+def test_the_page_rounds_the_numbers_of_the_published_table_as_heads_of_reports_do() -> None:
+    found: dict[tuple[str, str], Simulator] = {}
+    for line in published_lines():
+        key = line["set"], line["simulator"]
+        own = found.setdefault(key, Simulator(key[1], key[0], {}, {}))
+        for name, scores, column in (
+            ("", own.scores, ""),
+            (OURS, own.beside.setdefault(OURS, {}), "aioserve_"),
+            (BY_CARD, own.beside.setdefault(BY_CARD, {}), "card_"),
+        ):
+            if line[f"{column}rows"]:
+                numbers = (float(line[f"{column}{kind}"]) for kind in ("median_error", "mape"))
+                scores[line["metric"]] = Score(int(line[f"{column}rows"]), *numbers)
+            elif name and not scores:
+                del own.beside[name]
+    page = (ROOT / "docs" / "predicting-vllm.md").read_text()
+    rows = table_of_simulators(list(found.values()))
+    assert len(rows) > 15
+    for row in rows:
+        assert f"| {' | '.join(row)} |" in page
+    cards = (ROOT / "docs" / "cards.md").read_text().replace("\n> ", " ")
+    assert errors_of_runs(EXTRA, "h100_sxm, vllm 0.15") in cards
 
 
 # The KV cache.
@@ -322,9 +362,8 @@ def test_blocks_are_compared_where_both_are_known() -> None:
 
 
 def test_the_page_of_cards_has_the_blocks_that_the_command_printed() -> None:
-    root = Path(__file__).parents[3]
-    page = (root / "docs" / "cards.md").read_text()
-    with (root / "benchmarks" / "published" / "vllm" / "kv_blocks.csv").open(newline="") as file:
+    page = (ROOT / "docs" / "cards.md").read_text()
+    with (ROOT / "benchmarks" / "published" / "vllm" / "kv_blocks.csv").open(newline="") as file:
         lines = [line for line in csv.DictReader(file) if line["difference"]]
     assert len(lines) > 5
     for line in lines:
@@ -332,21 +371,29 @@ def test_the_page_of_cards_has_the_blocks_that_the_command_printed() -> None:
         assert f"| {numbers} | {100 * float(line['difference']):+.1f}% |" in page
 
 
-def test_blocks_of_a_card_without_tables_are_left_out_with_the_reason(tmp_path: Path) -> None:
-    from importlib.util import find_spec
-
-    write_run(tmp_path)
-    [run] = runs.read_runs(tmp_path)
+def two_alike() -> list[stages.Experiment]:
+    """Two experiments of the same model on the same card."""
     experiment = make_experiment("a", "Qwen/Qwen2.5-7B-Instruct")
-    if find_spec("aiconfigurator_core") is None:
-        [line] = compare_blocks([experiment, make_experiment("b", experiment.model)], [])
-        assert "which is not installed" in line.why
-    else:
-        [line, other] = compare_blocks([experiment, make_experiment("b", experiment.model)], [run])
-        assert line.ours is not None
-        assert 50_000 < line.ours < 80_000
-        assert "no tables of this card" in other.why
+    return [experiment, make_experiment("b", experiment.model)]
+
+
+def test_without_their_package_blocks_of_h100s_are_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, PACKAGE, None)
+    [line] = compare_blocks(two_alike(), [])
+    assert "which is not installed" in line.why
+    assert (line.ours, line.runs) == (None, ("a", "b"))
+
+
+def test_blocks_of_a_card_without_tables_are_left_out_with_the_reason(tmp_path: Path) -> None:
+    pytest.importorskip(PACKAGE)
+    write_run(tmp_path)
+    line, other = compare_blocks(two_alike(), runs.read_runs(tmp_path))
+    assert line.ours is not None
+    assert 50_000 < line.ours < 80_000
     assert line.runs == ("a", "b")
+    assert "no tables of this card" in other.why
 
 
 def test_rows_stand_in_the_order_of_the_files(source: str) -> None:
@@ -380,13 +427,15 @@ def test_bad_measurements_are_named_by_line(tmp_path: Path) -> None:
         stages.read_measured(path)
 
 
-def test_h100s_need_their_package(tmp_path: Path) -> None:
-    from importlib.util import find_spec
-
+def test_h100s_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, PACKAGE, None)
     experiment = make_experiment("a", "Qwen/Qwen2.5-7B-Instruct")
-    if find_spec("aiconfigurator_core") is None:
-        with pytest.raises(ConfigError, match="pip install aiconfigurator-core"):
-            stages.predict([experiment], stages.ENGINE)
-    else:
-        [rows] = stages.predict([experiment], stages.ENGINE)
-        assert 100 < rows[-1, "e2e_mean"] < 1000
+    with pytest.raises(ConfigError, match="pip install aiconfigurator-core"):
+        stages.predict([experiment], stages.ENGINE)
+
+
+def test_h100s_are_predicted_with_their_package() -> None:
+    pytest.importorskip(PACKAGE)
+    experiment = make_experiment("a", "Qwen/Qwen2.5-7B-Instruct")
+    [rows] = stages.predict([experiment], stages.ENGINE)
+    assert 100 < rows[-1, "e2e_mean"] < 1000

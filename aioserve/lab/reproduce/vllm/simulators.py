@@ -25,6 +25,8 @@ RTX = ("operator tables", "vllm", "runs of vLLM 0.19 (host fitted)", "RTX4090 RT
 #: The time per token of a request is called so in one set, and otherwise in the other.
 ALIKE = {"itl_mean": "tpot_mean"}
 NO_ERROR = "-"
+#: Decimal digits of the shares in files; tables and heads state these numbers in percent.
+DIGITS = 4
 
 Row = tuple[str, int, str]  # run or experiment, stage, metric
 Predicted = Mapping[Row, float]
@@ -110,7 +112,7 @@ def simulators_csv(found: Sequence[Simulator]) -> str:
 def _numbers(score: Score | None) -> list[str]:
     if score is None:
         return ["", "", ""]
-    return [str(score.rows), f"{score.median:.4f}", f"{score.mape:.4f}"]
+    return [str(score.rows), f"{score.median:.{DIGITS}f}", f"{score.mape:.{DIGITS}f}"]
 
 
 def heads_csv(found: Sequence[Simulator]) -> str:
@@ -124,7 +126,7 @@ def heads_csv(found: Sequence[Simulator]) -> str:
         for simulator in found:
             if (simulator.data, simulator.name) == (data, name):
                 for metric, score in simulator.scores.items():
-                    line = HeadError(*words, metric, score.rows, round(score.median, 4))
+                    line = HeadError(*words, metric, score.rows, round(score.median, DIGITS))
                     writer.writerow(msgspec.structs.astuple(line))
     return out.getvalue()
 
@@ -140,7 +142,12 @@ def _lines(found: Sequence[Simulator]) -> Iterator[tuple[str, Simulator, Mapping
 def _cells(scores: Mapping[str, Score]) -> list[str]:
     """Return the median errors under `METRICS`, in percent."""
     own = [scores.get(metric) or scores.get(ALIKE.get(metric, "")) for metric in METRICS]
-    return [NO_ERROR if score is None else f"{100 * score.median:.1f}%" for score in own]
+    return [NO_ERROR if score is None else _percent(score) for score in own]
+
+
+def _percent(score: Score) -> str:
+    """Return the median error as the heads of reports say it: of the number in the files."""
+    return f"{round(score.median, DIGITS):.1%}"
 
 
 def render_simulators(found: Sequence[Simulator]) -> str:
@@ -214,7 +221,7 @@ def draw_simulators(found: Sequence[Simulator]) -> str:
                     f'<rect class="{kind}" x="{LEFT}" y="{y - 10:.0f}" '
                     f'width="{x(score.median):.1f}" height="11"/>'
                     f'<text class="small" x="{LEFT + x(score.median) + 5:.0f}" '
-                    f'y="{y:.0f}">{100 * score.median:.1f}%</text>'
+                    f'y="{y:.0f}">{_percent(score)}</text>'
                 )
         y += 34
     return "\n".join([*parts, "</svg>", ""])
