@@ -3,7 +3,8 @@
 `make size`. A file counts where it is imported: what a process loads is what one has to know to
 follow it. Each scenario runs in a process of its own, after a first start of the embedded engine,
 so that it finds what a start keeps for later ones; the modules of aioserve count that are loaded at
-its end. `LIMITS` are held by tests/test_size.py and are only ever lowered.
+its end. `LIMITS` are held by tests/test_size.py. They are lowered freely, and raised only with
+the reason beside the limit.
 """
 
 import atexit

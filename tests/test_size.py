@@ -1,4 +1,4 @@
-"""What is loaded to serve stays within its limits, which are only ever lowered."""
+"""What is loaded to serve stays within its limits, which are raised only with a reason."""
 
 import pytest
 
