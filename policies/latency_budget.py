@@ -38,7 +38,7 @@ class LatencyBudget(BudgetPart):
 
     class Options(PolicyOptions):
         target_itl: PositiveFloat = 0.05  # seconds that a step with decodes should take at most
-        min_prefill_tokens: PositiveInt = 16  # prompts get so much, whatever the decodes take
+        min_prefill_tokens: PositiveInt = 16  # tokens of prompts per step at least
 
     def __init__(self, policy: BaseScheduler, options: Any) -> None:
         super().__init__(policy, options)

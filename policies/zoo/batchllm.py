@@ -61,7 +61,7 @@ class BatchLLMScheduler(BaseScheduler):
         return f"{self.batch(request)} {hash(tuple(request.token_ids[: self.options.prefix]))}"
 
     def order(self, request: Request) -> tuple[float, float]:
-        """By ratio of decoding, reply tokens per prompt token, the largest first."""
+        """Return the ratio of decoding, negative: reply tokens per prompt token, most first."""
         length = hinted_number(request, "predicted_output_tokens", self.options.usual)
         return -length / request.num_prompt_tokens, request.arrival_time
 

@@ -14,12 +14,12 @@ and some very long, this order differs from that by the mean. The paper reports 
 is 28.7% higher than the best other system's.
 
 Simplified: replies of the same client, adapter and class are alike, where the paper looks for
-similar prompts. The cost is KV memory over time, of the expected number of tokens. Left out: fresh
-indices while requests run; running requests keep their places. Of the paper, only the abstract and
-summaries by others were read.
+similar prompts. The cost is KV memory over time, of the expected number of tokens. Left out: a new
+order among running requests; only the victim is chosen by a fresh index. Of the paper, only the
+abstract and summaries by others were read.
 
 Cost: O(log m log n) for each request that enters, of m tokens that it may have and n known lengths;
-O(r) of r running requests for each preemption.
+O(r log m log n) of r running requests for each preemption.
 
 Needs: predicted lengths (hint `predicted_output_tokens`), which leave no uncertainty; without them
 it learns from past replies of the client. `ageing` is ours.

@@ -40,7 +40,7 @@ class HyGenScheduler(BaseScheduler):
 
     class Options(PolicyOptions):
         latency: PositiveFloat = 0.05  # seconds that a step with online decodes may take
-        min_prefill_tokens: PositiveInt = 64  # online prompts get so much, whatever decodes take
+        min_prefill_tokens: PositiveInt = 64  # tokens of online prompts per step at least
         prefix: PositiveInt = 256  # tokens of offline prompts that tell their place in the walk
 
     options: Options

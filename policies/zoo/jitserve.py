@@ -44,7 +44,7 @@ class JITServeScheduler(BaseScheduler):
         usual: PositiveFloat = 200.0  # tokens of a reply of which nothing is predicted
         margin: PositiveFloat = 1.0  # steps before it is due in which a token is computed
         patience: PositiveFloat = 10.0  # seconds of waiting after which a prompt goes first
-        min_prefill_tokens: PositiveInt = 64  # prompts get so much, however late the streams are
+        min_prefill_tokens: PositiveInt = 64  # tokens of prompts per step at least
         window: PositiveInt = 256  # waiting requests compared per step, oldest first
 
     options: Options

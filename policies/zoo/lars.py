@@ -41,7 +41,7 @@ class LARSScheduler(BaseScheduler):
         ttft: PositiveFloat = 1.0  # seconds until a short prompt's first token is due
         stretch: PositiveFloat = 5.0  # how many times its time alone a long prompt may take
         tpot: PositiveFloat = 0.05  # seconds that a step with decodes should take at most
-        min_prefill_tokens: PositiveInt = 32  # prompts get so much, whatever the decodes take
+        min_prefill_tokens: PositiveInt = 32  # tokens of prompts per step at least
         window: PositiveInt = 256  # waiting requests compared per step, oldest first
 
     options: Options

@@ -45,7 +45,7 @@ class QoServeScheduler(BaseScheduler):
         tpot: PositiveFloat = 0.05  # seconds for each token after it
         ttlt: PositiveFloat = 600.0  # seconds to the last token of a request that is offline
         alpha: NonNegativeFloat = 1.0  # seconds that a second less of work is worth; 0: EDF
-        min_prefill_tokens: PositiveInt = 64  # prompts get so much, however late the streams are
+        min_prefill_tokens: PositiveInt = 64  # tokens of prompts per step at least
         window: PositiveInt = 256  # waiting requests compared per step, earliest deadline first
 
     options: Options

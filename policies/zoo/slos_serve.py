@@ -42,7 +42,7 @@ class SLOsServeScheduler(BaseScheduler):
     class Options(PolicyOptions):
         ttft: PositiveFloat = 1.0  # seconds to the first token of a request that states none
         tpot: PositiveFloat = 0.05  # seconds for each token after it
-        min_prefill_tokens: PositiveInt = 64  # prompts get so much, however late the streams are
+        min_prefill_tokens: PositiveInt = 64  # tokens of prompts per step at least
         window: PositiveInt = 256  # waiting requests planned per step, earliest deadline first
 
     options: Options

@@ -101,7 +101,7 @@ HEAD = """\
 zoo has {published} schedulers of papers and other engines, one file each in
 [policies/zoo](../policies/zoo). With the nine of [policies.md](policies.md), {policies} policies
 are compared on one engine in virtual time, on {workloads} workloads with {seeds} seeds each. Any
-of them runs on a server, but for `zoo.greenllm`, which sets a clock that only the lab has:
+of them runs on a server (`zoo.greenllm` only with `--runner simulated`, which has a clock to set):
 `python -m aioserve --policy zoo.srpt`, or `--config zoo.srpt` for the file in
 [configs/zoo](../configs/zoo).
 
