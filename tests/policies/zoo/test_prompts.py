@@ -1,5 +1,7 @@
 """Policies that choose prompts by what is left to compute, by length, and in which company."""
 
+from typing import Any
+
 import pytest
 
 from tests.policies.zoo.harnesses import first_served, harness_of, plans
@@ -131,6 +133,54 @@ def test_laps_waits_for_a_batch_of_short_prompts_and_not_for_longer_than_it_may(
 
     assert first_step(depth=1) == 1
     assert 1 < first_step(depth=2) < 20
+
+
+def test_laps_waits_longer_again_for_sparse_short_prompts_after_a_burst() -> None:
+    options = {"short": 8, "depth": 2, "max_wait": 0.5}
+    settings: dict[str, Any] = {"max_model_len": 800, "max_num_batched_tokens": 800}
+    harness = harness_of("laps", options=options, step_seconds=0.05, num_blocks=400, **settings)
+    harness.add_request("stream", [1] * 20, max_tokens=700)
+    harness.step()
+
+    def seconds_of(name: str) -> float:
+        """Seconds for which a short prompt that comes alone is held back."""
+        harness.add_request(name, [2] * 6, max_tokens=1)
+        came = harness.now
+        while name not in plans(harness)[-1]:
+            harness.step()
+        return harness.now - harness.step_seconds - came
+
+    first = seconds_of("first")
+    for i in range(10):
+        for name in "ab":
+            harness.add_request(f"{name}{i}", [3] * 6, max_tokens=1)
+        harness.step()
+    after_burst = seconds_of("after the burst")
+    for i in range(20):
+        later = seconds_of(f"later {i}")
+    assert after_burst < 0.15 < 0.4 < later <= first
+
+
+def test_laps_learns_once_of_a_batch_that_lacks_memory_for_some_steps() -> None:
+    def steps_of_a_short_prompt(num_blocks: int) -> int:
+        options = {"short": 8, "depth": 4, "max_wait": 10.0}
+        harness = harness_of("laps", options=options, num_blocks=num_blocks, watermark=0)
+        harness.add_request("large", [1] * 64, max_tokens=5)
+        harness.step()
+        for i in range(4):  # a batch at once
+            harness.add_request(f"s{i}", [2 + i] * 6, max_tokens=1)
+        harness.step()
+        assert ("s0" in plans(harness)[-1]) is (num_blocks > 17)
+        harness.run_until_idle()
+        harness.add_request("stream", [40] * 20, max_tokens=30)
+        harness.step()
+        harness.add_request("alone", [9] * 6, max_tokens=1)
+        came = len(harness.steps)
+        while "alone" not in plans(harness)[-1]:
+            harness.step()
+        return len(harness.steps) - came
+
+    assert steps_of_a_short_prompt(num_blocks=17) == steps_of_a_short_prompt(num_blocks=64) > 5
 
 
 def test_batchllm_serves_prompts_that_share_a_prefix_together_and_by_their_share_of_decoding() -> (
