@@ -256,8 +256,9 @@ class Enclosure:
         return self._process.poll() is not None
 
     def run(self, task: Task) -> Verdict:
-        """Do a task; returns when it is done, has failed, or was ended. If it ends the process, or
-        has it say nothing for longer than its own limit, that is its verdict, and all `is_over`.
+        """Do a task; returns when it is done, has failed, or was ended. A task that ends the
+        process, or makes it say nothing for longer than the task's own limit, has that as its
+        verdict, and the process `is_over`.
         """
         assert self._process.stdin is not None
         try:
@@ -329,7 +330,7 @@ def _measured(task: Task, trials: Any, nursery: "Nursery") -> Verdict:
 
 MAX_FRAME = 1 << 24  # bytes of what crosses at once
 _VALUE, _FAILURE = b"\0", b"\1"
-_KILL, _WAIT = b"kill", b"wait"
+_BEGIN, _KILL, _WAIT = b"b", b"k", b"w"  # what the nursery is told, before four bytes of a number
 
 
 class Channel:
@@ -431,46 +432,64 @@ class Nursery:
         """Fork a candidate on this end of a line; returns the id of its process."""
         data = msgspec.json.encode(start)
         try:
-            socket.send_fds(self._ours, [len(data).to_bytes(4, "little")], [line.fileno()])
+            head = _BEGIN + len(data).to_bytes(4, "little")
+            socket.send_fds(self._ours, [head], [line.fileno()])
             self._ours.sendall(data)
             return int.from_bytes(_exactly(self._ours, 4), "little")
         except (OSError, EOFError) as error:
             raise Lost("the process that candidates are forked from has ended") from error
 
-    def end(self, *, is_gone: bool) -> int:
-        """End the candidate that runs, unless it `is_gone` by itself; returns its wait status."""
+    def end(self, pid: int, *, is_gone: bool) -> int:
+        """End a candidate by the id of its process, unless it `is_gone` by itself; returns its wait
+        status.
+        """
         try:
-            self._ours.sendall(_WAIT if is_gone else _KILL)
+            self._ours.sendall((_WAIT if is_gone else _KILL) + pid.to_bytes(4, "little"))
             return int.from_bytes(_exactly(self._ours, 4), "little")
         except (OSError, EOFError) as error:
             raise Lost("the process that candidates are forked from has ended") from error
 
 
 def _nurse(line: socket.socket, jobs: Any) -> None:
-    """Fork a candidate, and end it, as often as this is asked for."""
-    while True:
-        head, [end], _, _ = socket.recv_fds(line, 4, 1)
-        start = msgspec.json.decode(_exactly(line, int.from_bytes(head, "little")), type=Start)
-        pid = os.fork()
-        if not pid:
-            os.dup2(end, 3)
-            os.closerange(4, 256)
-            _live(start, jobs, Channel(socket.socket(fileno=3)))
-        os.close(end)
-        line.sendall(pid.to_bytes(4, "little"))
-        word, found, status = b"", 0, 0
-        try:
-            word = _exactly(line, 4)
-        finally:
-            for _ in range(100 if word == _WAIT else 0):  # it is about to end: how, is to be told
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
-                    break
-                time.sleep(0.01)
-            if not found:
-                os.kill(pid, signal.SIGKILL)
-                _, status = os.waitpid(pid, 0)
-        line.sendall(status.to_bytes(4, "little"))
+    """Fork candidates and end them as often as this is asked for; all of them at the end."""
+    alive: set[int] = set()
+    try:
+        while True:
+            head, ends, _, _ = socket.recv_fds(line, 5, 1)
+            word, number = head[:1], int.from_bytes(head[1:], "little")
+            if word == _BEGIN:
+                start = msgspec.json.decode(_exactly(line, number), type=Start)
+                [end] = ends
+                pid = os.fork()
+                if not pid:
+                    alive.clear()  # they are not this one's
+                    os.dup2(end, 3)
+                    os.closerange(4, 256)
+                    _live(start, jobs, Channel(socket.socket(fileno=3)))
+                os.close(end)
+                alive.add(pid)
+                line.sendall(pid.to_bytes(4, "little"))
+            elif word in (_KILL, _WAIT):
+                alive.discard(number)
+                line.sendall(_end(number, is_gone=word == _WAIT).to_bytes(4, "little"))
+            else:  # the process that asks has ended
+                return
+    finally:
+        for pid in alive:
+            _end(pid, is_gone=False)
+
+
+def _end(pid: int, *, is_gone: bool) -> int:
+    """End a process that was forked here, and return its wait status. One that `is_gone` has a
+    second to end by itself: how it did is to be told.
+    """
+    for _ in range(100 if is_gone else 0):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return status
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
 
 
 def _exactly(line: socket.socket, size: int) -> bytes:
@@ -524,7 +543,7 @@ class Guest:
             except Gone:
                 is_gone = True
             finally:
-                status = self._nursery.end(is_gone=is_gone)
+                status = self._nursery.end(pid, is_gone=is_gone)
         if is_gone:
             code = os.waitstatus_to_exitcode(status)
             how = f"signal {-code}" if code < 0 else f"exit code {code}"

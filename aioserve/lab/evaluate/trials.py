@@ -24,7 +24,7 @@ from aioserve.lab.evaluate.plans import SITTING, GuestScheduler, greet, name_of
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Workload, WorkloadRequest
-from aioserve.lab.zoo.cost import REFERENCE, measure_cost, processor
+from aioserve.lab.zoo.cost import REFERENCE, CostLoad, measure_in_turns, processor
 from aioserve.lab.zoo.standing import load_policies, load_workload, measure_run, prepared
 from aioserve.scheduler import BaseScheduler, load_policy
 
@@ -213,32 +213,38 @@ def cost(guest: Guest, waiting: int = 1000) -> dict[str, float]:
     """Return microseconds of CPU per schedule() with 1,000 requests running and `waiting` ones, and
     how many times that of `chunked_prefill` this is. The kernel's clock of the candidate's process
     is read from here; what the line takes of it is known from `chunked_prefill`, which is measured
-    in this process as well.
+    in a process beside it and in this one as well, all three in turns. Raises `Failed`.
     """
-    here, _, _ = measure_cost(EngineConfig.load(REFERENCE), waiting)
-    line_us = _cost_of(guest.beside(read_policy(REFERENCE), REFERENCE), waiting) - here
-    us = max(_cost_of(guest, waiting) - line_us, LEAST_US)
-    return {"us": round(us, 1), "ratio": us / here}
+    here = CostLoad(EngineConfig.load(REFERENCE), waiting)
+    reference = guest.beside(read_policy(REFERENCE), REFERENCE)
+    with _load_of(reference, waiting) as there, _load_of(guest, waiting) as own:
+        measure_in_turns([here, there, own])
+    us = max(own.us - (there.us - here.us), LEAST_US)
+    return {"us": round(us, 1), "ratio": us / here.us}
 
 
-def _cost_of(guest: Guest, waiting: int) -> float:
-    """Return microseconds of CPU in the candidate's process per plan. Raises `Failed`."""
+@contextmanager
+def _load_of(guest: Guest, waiting: int) -> Iterator[CostLoad]:
+    """Make a load whose policy plans in the candidate's process, which ends with the block. Raises
+    `Failed`, also for what the candidate does in the block.
+    """
     with guest.started(jobs.PLANNING) as (line, pid), _seated(line, bytes(16)) as policy:
+        sitting = SITTING.get()
         [candidate] = load_policies([policy])
         try:
-            us, _, _ = measure_cost(
+            yield CostLoad(
                 candidate.config,
                 waiting,
-                options=SITTING.get().hello.options,
+                options=sitting.hello.options,
                 clock=lambda: _cpu_seconds(pid),
                 settle=lambda scheduler: cast(GuestScheduler, scheduler).settle(),
             )
         except (AioserveError, Failed) as error:
-            if isinstance(failure := SITTING.get().failure, Gone):
-                raise failure from error
-            raise failure or Failed("failed", f"cost of a step: {error}") from error
-        return us
-    raise AssertionError("a line is given up for a failure alone")
+            if sitting.failure is not None:
+                raise sitting.failure from error
+            if isinstance(error, Failed):  # of the candidate beside this one
+                raise
+            raise Failed("failed", f"cost of a step: {error}") from error
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -54,65 +54,49 @@ def measure_costs(configs: Sequence[EngineConfig], waiting: int = WAITING) -> li
     machine, found = f"{processor()}, {datetime.now(UTC):%Y-%m-%d}", []
     reference = EngineConfig.load(REFERENCE)
     for config in configs:
-        works = [_filled(one, waiting) for one in (reference, config)]
-        gc.collect()
-        times: list[list[float]] = [[], []]
-        running = []
-        for _ in range(NUM_STEPS):
-            for work, mine in zip(works, times, strict=True):  # the machine's speed drifts for both
-                mine.append(work.next_step(time.thread_time))
-            running.append(len(works[1].known))
-        reference_us, us = (round(1e6 * statistics.mean(mine), 1) for mine in times)
-        shown = round(statistics.mean(running))
-        found.append(Cost(us, shown, works[1].num_waiting, reference_us, machine))
+        beside, load = CostLoad(reference, waiting), CostLoad(config, waiting)
+        measure_in_turns([beside, load])
+        found.append(Cost(load.us, load.running, load.num_waiting, beside.us, machine))
     return found
 
 
-def measure_cost(
-    config: EngineConfig,
-    waiting: int,
-    *,
-    options: dict[str, Any] | None = None,
-    clock: Callable[[], float] = time.thread_time,
-    settle: Callable[[SchedulerInterface], None] = lambda scheduler: None,
-) -> tuple[float, int, int]:
-    """Return microseconds per schedule(), and how many ran and waited, on average. For a scheduler
-    whose policy is in another process, `options` are those of the policy, `clock` returns seconds
-    of CPU of that process, and `settle` has it take in what came before the call.
+def measure_in_turns(loads: Sequence["CostLoad"]) -> None:
+    """Measure `NUM_STEPS` steps of each load. They take turns step by step, as the speed of the
+    machine changes meanwhile, and so for all of them alike.
     """
-    work = _filled(config, waiting, options, clock)
     gc.collect()
-    times, running = [], []
     for _ in range(NUM_STEPS):
-        times.append(work.next_step(clock, settle))
-        running.append(len(work.known))
-    us = round(1e6 * statistics.mean(times), 1)
-    return us, round(statistics.mean(running)), work.num_waiting
+        for load in loads:
+            load.measure_step()
 
 
-def _filled(
-    config: EngineConfig,
-    waiting: int,
-    options: dict[str, Any] | None = None,
-    clock: Callable[[], float] = time.thread_time,
-) -> "_Work":
-    work = _Work(config, waiting, options)
-    work.fill(clock)
-    return work
-
-
-class _Work:
-    """A scheduler with its requests, and a clock on which steps take what they might."""
+class CostLoad:
+    """A scheduler with its requests, seats taken and prompts computed, and a clock on which steps
+    take what they might. It keeps what the measured steps took.
+    """
 
     def __init__(
-        self, config: EngineConfig, waiting: int, options: dict[str, Any] | None = None
+        self,
+        config: EngineConfig,
+        waiting: int,
+        *,
+        options: dict[str, Any] | None = None,
+        clock: Callable[[], float] = time.thread_time,
+        settle: Callable[[SchedulerInterface], None] = lambda scheduler: None,
     ) -> None:
+        """`waiting` is the number of requests that wait behind those that run. For a scheduler
+        whose policy is in another process, `options` are those of the policy, `clock` returns
+        seconds of CPU of that process, and `settle` has it take in what came before the call.
+        """
         self._now = 0.0
         self._rng = random.Random(1)
         self._num_made = 0
-        self.known: dict[str, int] = {}  # tokens of running requests
+        self._clock, self._settle = clock, settle
+        self._known: dict[str, int] = {}  # tokens of running requests
         self._coming: list[Request] = []
         self._all_decode = False  # in the last step
+        self._seconds: list[float] = []  # of measured calls of schedule()
+        self._running: list[int] = []  # requests after each of them
         limit = PROMPT_TOKENS + REPLY_TOKENS
         scheduler_config = msgspec.structs.replace(
             config.scheduler,
@@ -123,19 +107,37 @@ class _Work:
         )
         blocks = 2 * RUNNING * -(-limit // BLOCK_SIZE)
         make: Callable[..., SchedulerInterface] = load_policy(config.scheduler.policy)
-        self.scheduler = make(
+        self._scheduler = make(
             scheduler_config,
             KVCacheManager(blocks, BLOCK_SIZE),
             max_model_len=limit,
             clock=lambda: self._now,
         )
         for _ in range(waiting + RUNNING):
-            self.scheduler.add_request(self._make_request())
+            self._scheduler.add_request(self._make_request())
+        self._fill()
+
+    @property
+    def us(self) -> float:
+        """Microseconds per schedule(), the mean over the measured steps."""
+        return round(1e6 * statistics.mean(self._seconds), 1)
+
+    @property
+    def running(self) -> int:
+        """Number of requests that ran, the mean over the measured steps."""
+        return round(statistics.mean(self._running))
 
     @property
     def num_waiting(self) -> int:
         """Number of requests that wait now, without those that run."""
-        return self.scheduler.get_request_counts()[1]
+        return self._scheduler.get_request_counts()[1]
+
+    def measure_step(self) -> None:
+        """Add what comes, plan a step in which one request in `LIFE` ends, and keep its seconds."""
+        self._come()
+        self._settle(self._scheduler)
+        self._seconds.append(self._step(max(len(self._known) // LIFE, 1)))
+        self._running.append(len(self._known))
 
     def _make_request(self) -> Request:
         number, rng = self._num_made, self._rng
@@ -161,61 +163,51 @@ class _Work:
             )
         )
 
-    def fill(self, clock: Callable[[], float]) -> None:
+    def _fill(self) -> None:
         """Step until all seats are taken and all prompts computed, or it has taken too long."""
-        began = clock()
-        while clock() - began < MAX_FILL_SECONDS:
-            self.come()
-            self.step(clock, leaving=0)
-            if len(self.known) >= RUNNING and self._all_decode:
+        began = self._clock()
+        while self._clock() - began < MAX_FILL_SECONDS:
+            self._come()
+            self._step(leaving=0)
+            if len(self._known) >= RUNNING and self._all_decode:
                 return
 
-    def come(self) -> None:
+    def _come(self) -> None:
         """Add as many requests as have ended."""
         for request in self._coming:
-            self.scheduler.add_request(request)
+            self._scheduler.add_request(request)
         self._coming = []
 
-    def next_step(
-        self,
-        clock: Callable[[], float],
-        settle: Callable[[SchedulerInterface], None] = lambda scheduler: None,
-    ) -> float:
-        """Add what comes and plan a step in which one in `LIFE` ends; seconds of schedule()."""
-        self.come()
-        settle(self.scheduler)
-        return self.step(clock, leaving=max(len(self.known) // LIFE, 1))
-
-    def step(self, clock: Callable[[], float], leaving: int) -> float:
+    def _step(self, leaving: int) -> float:
         """Plan a step and take in a result by which the oldest requests end; the seconds of
         schedule().
         """
-        began = clock()
-        output = self.scheduler.schedule()
-        seconds = clock() - began
+        began = self._clock()
+        output = self._scheduler.schedule()
+        seconds = self._clock() - began
         result = self._compute(output, leaving)
-        outputs = self.scheduler.update_from_output(output, result) if result.req_ids else {}
+        outputs = self._scheduler.update_from_output(output, result) if result.req_ids else {}
         ended = [o for c in outputs.values() for o in c.outputs if o.finish_reason is not None]
         for one in ended:
-            self.known.pop(one.request_id, None)
+            self._known.pop(one.request_id, None)
         self._coming = [self._make_request() for _ in ended]
         return seconds
 
     def _compute(self, output: SchedulerOutput, leaving: int) -> ModelRunnerOutput:
         for request_id in (*output.finished_req_ids, *output.preempted_req_ids):
-            self.known.pop(request_id, None)
+            self._known.pop(request_id, None)
         cached = output.scheduled_cached_reqs
         done = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for new in output.scheduled_new_reqs:
-            self.known[new.request_id] = len(new.token_ids)
+            self._known[new.request_id] = len(new.token_ids)
             done[new.request_id] = new.num_computed_tokens
         sampled = {}
         for request_id, count in output.num_scheduled_tokens.items():
-            is_last = done[request_id] + count >= self.known[request_id]
+            is_last = done[request_id] + count >= self._known[request_id]
             sampled[request_id] = [7] if is_last else []
-            self.known[request_id] += is_last
+            self._known[request_id] += is_last
         self._all_decode = bool(sampled) and all(sampled.values())
-        decoding = [request_id for request_id in self.known if sampled.get(request_id)]
+        decoding = [request_id for request_id in self._known if sampled.get(request_id)]
         for request_id in decoding[:leaving]:
             sampled[request_id] = [EOS]
         num_prefill = output.total_num_scheduled_tokens - len(sampled)

@@ -149,6 +149,29 @@ def test_a_policy_that_stops_its_clocks_costs_what_it_costs(enclosure: Enclosure
 
 
 @pytest.mark.parametrize(
+    ("what", "failure", "words"),
+    [("raise ValueError('full')", "failed", "full"), ("os._exit(3)", "died", "exit code 3")],
+)
+def test_a_policy_that_fails_while_its_cost_is_measured_leaves_no_process(
+    enclosure: Enclosure, what: str, failure: str, words: str
+) -> None:
+    """Its process and that of the reference, which takes turns with it, both end."""
+    before = _descendants()
+    fails = f"\n        if len(self.running) >= 1000: {what}"
+    source = cheats.policy("import os\n", first=fails)
+    source = source.replace("self.new_step(512)", "self.new_step()")
+    found = enclosure.run(Task(source, "mine.py", "cost", {"waiting": 20}, 600))
+    assert (found.failure, enclosure.is_over) == (failure, False), found
+    assert words in found.story
+    assert _descendants() == before
+    assert tried(enclosure, cheats.HONEST).failure == "", "the next one is tried as before"
+
+
+def _descendants() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+@pytest.mark.parametrize(
     ("policy", "workload"),
     mostly_slow(
         [
