@@ -261,14 +261,13 @@ def test_ours_stands_beside_a_simulator_over_the_rows_that_it_has() -> None:
     errors = {
         OURS: dict(zip(rows, (0.1, 0.2, 0.3, 0.4), strict=True)),
         BY_CARD: dict(zip(rows, (0.5, 0.6, 0.7, 0.8), strict=True)),
-        "other": {rows[0]: 0.9, rows[3]: 0.7, ("a", 0, "ttft_mean"): 0.3},
+        "other": {rows[0]: 0.9, rows[3]: 0.7},
     }
     [mine, card, other] = simulators("vllm-h100", errors)
     assert (mine.scores["e2e_mean"].rows, mine.beside, card.beside) == (4, {}, {})
     assert other.beside[OURS]["e2e_mean"].rows == 2
     assert other.beside[OURS]["e2e_mean"].median == pytest.approx(0.25)
     assert other.beside[BY_CARD]["e2e_mean"].mape == pytest.approx(0.65)
-    assert "ttft_mean" not in other.beside[OURS]  # a row that ours lacks
     found = [mine, card, other]
     lines = list(csv.DictReader(simulators_csv(found).splitlines()))
     [line] = [x for x in lines if (x["simulator"], x["metric"]) == ("other", "e2e_mean")]
@@ -281,6 +280,15 @@ def test_ours_stands_beside_a_simulator_over_the_rows_that_it_has() -> None:
     names = [row[0] for row in table_of_simulators(found)]
     assert names[-3:] == ["**other**", "aioserve, the same rows", "aioserve --card, the same rows"]
     assert "aioserve, the same rows" in render_simulators(found)
+
+
+def test_no_row_is_left_out_where_simulators_are_compared() -> None:
+    row, other = ("a", -1, "e2e_mean"), ("a", 0, "ttft_mean")
+    with pytest.raises(ConfigError, match="ttft_mean of experiment a, stage 0, was predicted, and"):
+        errors_of({row: 1.0, other: 2.0}, {row: 1.0})
+    for ours in ({OURS: {row: 0.1}}, {OURS: {row: 0.1, other: 0.2}, BY_CARD: {row: 0.1}}):
+        with pytest.raises(ConfigError, match=r"is a row of another, and aioserve.* lacks it"):
+            simulators("vllm-h100", {**ours, "another": {row: 0.3, other: 0.4}})
 
 
 def test_heads_of_reports_have_the_errors_of_the_card_alone() -> None:

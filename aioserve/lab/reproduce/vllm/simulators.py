@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import numpy as np
 
+from aioserve.errors import ConfigError
 from aioserve.lab.cards.engines import RunError as HeadError
 from aioserve.lab.cards.measured import EXTRA
 from aioserve.lab.reproduce.vllm.stages import METRICS
@@ -34,7 +35,7 @@ Errors = Mapping[Row, float]  # without their signs, as shares
 
 
 class Score(msgspec.Struct, frozen=True):
-    """The errors of one metric over so many rows."""
+    """The errors of one metric over `rows` rows."""
 
     rows: int
     median: float
@@ -56,25 +57,34 @@ class Simulator(msgspec.Struct, frozen=True):
 
 
 def errors_of(predicted: Predicted, measured: Predicted) -> dict[Row, float]:
-    """Return absolute errors as shares, of the rows that both have."""
-    return {
-        row: abs(predicted[row] / there - 1) for row, there in measured.items() if row in predicted
-    }
+    """Return absolute errors as shares, of the rows that were predicted, without experiments of
+    which nothing was measured. Raises `ConfigError` for another row that was not measured.
+    """
+    given = {experiment for experiment, _, _ in measured}
+    own = {row: ms for row, ms in predicted.items() if row[0] in given}
+    if lost := sorted(own.keys() - measured.keys()):
+        raise ConfigError(f"{_words(lost[0])} was predicted, and was not measured")
+    return {row: abs(ms / measured[row] - 1) for row, ms in own.items()}
+
+
+def _words(row: Row) -> str:
+    experiment, stage, metric = row
+    return f"{metric} of experiment {experiment}, stage {stage},"
 
 
 def simulators(data: str, errors: Mapping[str, Errors]) -> list[Simulator]:
     """Return how far each simulator is off, by its errors; each that is not ours with ours beside
-    it, over those rows alone that it has too.
+    it, over the rows of that simulator alone. Raises `ConfigError` if one of ours lacks such a row:
+    scores of other rows would stand side by side.
     """
     ours = {name: errors[name] for name in (OURS, BY_CARD) if name in errors}
     found = []
     for name, own in errors.items():
         beside = {}
-        if name not in ours:
-            beside = {
-                mine: _scores({row: of[row] for row in own if row in of})
-                for mine, of in ours.items()
-            }
+        for mine, of in ours.items() if name not in ours else ():
+            if lost := sorted(own.keys() - of.keys()):
+                raise ConfigError(f"{_words(lost[0])} is a row of {name}, and {mine} lacks it")
+            beside[mine] = _scores({row: of[row] for row in own})
         if own:
             found.append(Simulator(name, data, _scores(own), beside))
     return found
