@@ -157,14 +157,15 @@ def add_common(
     parser.set_defaults(live=False)
 
 
-def add_price(group: TakesArguments) -> None:
-    """Add the argument `--price-per-hour`, a number of at least 0, or None."""
+def add_price(group: TakesArguments, reports: str = "prices per million tokens") -> None:
+    """Add the argument `--price-per-hour`, a number of at least 0, or None. `reports` is what is
+    reported if it is given.
+    """
     group.add_argument(
         "--price-per-hour",
         type=_price,
         metavar="X",
-        help="price of the engine, or of a replica, per hour in any currency, to report prices per "
-        "million tokens",
+        help=f"price of the engine, or of a replica, per hour in any currency, to report {reports}",
     )
 
 

@@ -16,6 +16,7 @@ from aioserve.lab.comparison.arguments import (
     DEFAULT_SEEDS,
     add_common,
     add_jobs,
+    add_price,
     add_workload,
     read_jobs,
     read_num_seeds,
@@ -46,7 +47,7 @@ from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.terminal import paint
 from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
-from aioserve.support.arguments import Parser, count, positive
+from aioserve.support.arguments import Parser, count
 from aioserve.support.files import write
 
 #: By the verdict on the held-out part: what is said of the gain.
@@ -411,9 +412,7 @@ def _add_replicas(parser: Parser) -> None:
         "(default: one replica)",
     )
     group.add_argument("--routers", nargs=1, metavar="NAME", help="router (default: least_work)")
-    group.add_argument(
-        "--price-per-hour", type=positive, metavar="X", help="of a replica, for the price of a day"
-    )
+    add_price(group, reports="the price of a day")
 
 
 def _add_tuning(parser: Parser) -> None:
