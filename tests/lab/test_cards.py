@@ -215,6 +215,20 @@ def test_no_run_was_compared_with_tables_of_another_source() -> None:
     assert "on this card" in errors_of_runs("operator tables x", "MI300X-Llama")
 
 
+def test_whose_steps_tables_are_is_stated_and_not_read_from_words(tmp_path: Path) -> None:
+    def said(machine: str, engine: str) -> str:
+        tables = {"source": "measured operators of aiconfigurator-core", "machine": machine}
+        path = tmp_path / "toy.yaml"
+        path.write_text(
+            write_tables(msgspec.structs.replace(SMALL, **tables, engine=engine), "a toy")
+        )
+        return make_step_times(str(path), {}).errors_of_runs()
+
+    assert "no run of SGLang has been compared" in said("a card", "sglang")
+    assert "no run of mine has been compared" in said("a card", "mine")
+    assert said("a card, sglang 0.5", "vllm").startswith("So predicted")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -349,7 +363,7 @@ def test_a_search_chooses_by_the_energy_of_a_card(capsys: pytest.CaptureFixture[
     assert main([*words, "--card", READY]) == 0
     assert "chunk_size=1024" in capsys.readouterr().out
     assert main(words) != 0
-    assert "nothing states the watts" in capsys.readouterr().err
+    assert "Energy needs the watts of the machine" in capsys.readouterr().err
 
 
 SEARCH = ["--workload", "mixed", "--limit", "150", "--slo", "ttft=0.5,gap=0.06"]
@@ -403,6 +417,8 @@ def test_a_fleet_of_two_cards_is_multiplied_whole(tmp_path: Path) -> None:
     [
         (["chunked_prefill"], "several configurations are searched with --replicas only"),
         (["--price-per-hour", "3"], "--price-per-hour is for --replicas"),
+        (["--replicas", "4", "--price-per-hour", "nan"], "must be a number of at least 0, got nan"),
+        (["--replicas", "4", "--price-per-hour", "-1"], "must be a number of at least 0, got -1"),
         (["--replicas", "4", "--by", "e2e:mean"], "--by plays no part beside --replicas"),
         (["--replicas", "4", "--set", "scheduler.max_num_seqs=1,2"], "give --set one value each"),
         (["--card", READY, "--card", "l40s-llama-3.1-8b"], "one --card at a time"),

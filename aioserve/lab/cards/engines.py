@@ -95,21 +95,20 @@ class RunError(msgspec.Struct, frozen=True):
     median_error: float  # the median of the absolute errors over the rows, as a share
 
 
-def errors_of_runs(source: str, machine: str) -> str:
+def errors_of_runs(source: str, machine: str, engine: str = "") -> str:
     """Return a sentence on how right predictions of whole runs were that were made with step times
-    of this `source`, and whether they were of this `machine`; of a machine under another engine,
-    that none is known; "" where none of the source was compared.
+    of this `source`, and whether they were of this `machine`; of step times of another `engine`, a
+    key of `ENGINES`, that nothing is known; "" where none of the source was compared.
     """
     own = [error for error in read_errors() if error.source in source]
     shown = [error for error in own if error.metric in MEASURES]
     if not shown:
         return ""
     first = shown[0]
-    engine = machine.rpartition(", ")[2].partition(" ")[0]
-    if engine in ENGINES and engine != first.engine:
+    if engine and engine != first.engine:
         return (
             f"How right such predictions are is known of {ENGINES[first.engine]} alone: no run of "
-            f"{ENGINES[engine]} has been compared with one."
+            f"{ENGINES.get(engine, engine)} has been compared with one."
         )
     listed = [f"{MEASURES[error.metric]} {error.median_error:.1%}" for error in shown]
     same = any(card in machine for card in first.cards.split())

@@ -175,6 +175,7 @@ def _measure(card: Card) -> TableOptions:
     options = TableOptions(
         tables=made,
         machine=f"{card.words}, {card.engine} {package.version}",
+        engine=card.engine,
         source=f"measured operators of {EXTRA} {version(EXTRA)}",
         host_ms=host_ms,
         host=host,

@@ -103,6 +103,7 @@ class TableOptions(StepTimeOptions, frozen=True, kw_only=True):
 
     tables: CardTables
     machine: str = ""
+    engine: str = ""  # whose steps they are, a key of `engines.ENGINES`; "": not stated
     source: str = ""
     error: str = ""
     host: str = ""  # where `host_ms` comes from
@@ -127,6 +128,7 @@ class TableStepTimes(StepTimeSource):
         super().__init__(options)
         self.machine, self.source = options.machine, options.source
         self.error, self.host = options.error, options.host
+        self._engine = options.engine
         if options.busy_watts:
             self.watts = options.busy_watts, options.idle_watts
         self._tables = options.tables
@@ -186,7 +188,7 @@ class TableStepTimes(StepTimeSource):
 
     def errors_of_runs(self) -> str:
         """Return a sentence on how right whole runs were that were predicted by such tables."""
-        return errors_of_runs(self.source, self.machine)
+        return errors_of_runs(self.source, self.machine, self._engine)
 
     def _fixed_ms(self, num_tokens: int, num_rows: int) -> float:
         """Return the milliseconds of a step without its attention."""
@@ -250,7 +252,7 @@ def write_tables(options: TableOptions, head: str) -> str:
     """Return the text of a profile with these tables, of four digits, below a comment."""
     tables = options.tables
     lines = [*(f"# {line}" for line in head.splitlines()), "step_times: tables"]
-    for name in ("machine", "source", "error", "host"):
+    for name in ("machine", "engine", "source", "error", "host"):
         lines.append(f"{name}: {json.dumps(getattr(options, name))}")
     lines.append(f"busy_watts: {options.busy_watts:g} # the limits of the boards")
     lines.append(f"host_ms: {options.host_ms:g}")

@@ -602,8 +602,8 @@ def mean_of(runs: Sequence[RunMeasures], row: Row) -> float:
     value = value_of(summarize(list(runs)), row)
     if value != value:  # NaN
         raise ConfigError(
-            f"{key(row)} is not defined on this workload: no request has it, or, of energy and "
-            "prices, nothing states the watts or the price of the machine"
+            f"{key(row)} is not defined on this workload: no request has a value of it. Energy "
+            "needs the watts of the machine, and prices need the price of an hour of it"
         )
     return value
 
