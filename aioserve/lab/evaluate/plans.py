@@ -548,7 +548,9 @@ class GuestScheduler(SchedulerInterface):
     def _take_in(self, plan: Plan) -> SchedulerOutput:
         """Return a plan as the runner takes it, made of what this end knows. Raises `Failed`."""
         if plan.wake is not None and not math.isfinite(plan.wake):
-            raise forged("it wants to be asked again at a time that is none")
+            raise forged(
+                f"it wants to be asked again at {plan.wake}, which is no number of seconds"
+            )
         self._wake = plan.wake
         last_rows, last_names, last_tokens = self._last
         if plan.rows is None:

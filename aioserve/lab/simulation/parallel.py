@@ -91,7 +91,9 @@ def _simulate(
 
 
 def _can_be_one(config: EngineConfig, workload: Workload) -> bool:
-    """Return whether a fleet of one has the same steps, to the last bit (and fewer states)."""
+    """Return whether a simulated fleet of one engine has the same steps as the engine alone, to the
+    last bit. It keeps fewer states of the engine.
+    """
     return (
         workload.incidents == Incidents()
         and config.scheduler.decision_log is None

@@ -204,8 +204,8 @@ with a probability of 95% all ranges hold, because all pairs of policies are tes
 **wins**, **loses**: workloads on which the policy is significantly in the first, or last, quarter
 of all. **us a step**: microseconds of CPU for one `schedule()` with 1,000 requests running and
 10,000 waiting, of which 15 end and 15 arrive in each step; **ratio**: this time divided by that
-of `chunked_prefill` just before ({costs}; other programs ran at the same time, so read the ratio,
-not the time).
+of `chunked_prefill` in the same run ({costs}; other programs ran at the same time, so read the
+ratio, not the time).
 
 Keep in mind: step times are computed from a data sheet (`{standard}` in
 `aioserve/runner/profiles`), not measured on a card. The policies have the defaults of their

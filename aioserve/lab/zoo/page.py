@@ -73,8 +73,8 @@ def joules(entry: Entry) -> float:
 
 
 def price_of(entry: Entry, price_per_hour: float) -> float:
-    """Return the price of a million output tokens where an hour of the machine costs so much: the
-    mean over the workloads.
+    """Return the price of a million output tokens, the mean over the workloads, on a machine whose
+    hour costs `price_per_hour`.
     """
     seconds = [MILLION / max(mean_of(entry, w, OUTPUT_TOKENS), 1e-9) for w in WORKLOADS]
     return price_per_hour / SECONDS_PER_HOUR * fmean(seconds)

@@ -96,7 +96,9 @@ def _of_run(run: MeasuredRun) -> KvBlocks:
 
 
 def _held(options: dict[str, Any], step_tokens: int) -> tuple[int | None, str]:
-    """Return the blocks on a card beside steps of so many tokens; None, and why."""
+    """Return how many KV blocks a card holds beside steps of at most `step_tokens` tokens, and "";
+    or None, and why this is not known.
+    """
     try:
         tokens = make_step_times("card", options).num_kv_tokens(step_tokens, 1)
     except ConfigError as error:
