@@ -46,7 +46,8 @@ LONG = {
     *("DraftsToTheEnd", "TiresOfLongSteps", "RemembersDecodes", "FindsNoAge", "PausesToBreathe"),
     *("TakesSeatsAway", "ServesTheEnded", "FreesTheInFlight", "AgesIntoNothing"),
     *("IgnoresDeadlines", "SharesBetweenTenants", "SharesWhatIsNotComputed"),
-    *("RemembersEveryClient", "CountsInC", "LooksForItInAList", "KeepsInTheClass"),
+    *("RemembersEveryClient", "AddsUpForEachAdmitted", "CountsInC"),
+    *("LooksForItInAList", "KeepsInTheClass"),
     *("RemembersIds", "OrdersByAddress", "WalksTheHeap", "WalksTheTasks", "WalksBack"),
     *("LearnsBeforeTheEnd", "LetsNewcomersPass", "PredictsTheTruth", "ForeseesEnds"),
 }
