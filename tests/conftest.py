@@ -22,7 +22,7 @@ import pytest
 import uvloop
 from hypothesis import settings
 
-from tests.slow import is_left_out, leave_out, left_out, mark_twins_of_depth_one
+from tests.slow import is_left_out, leave_out, left_out, mark_twins_of_depth_one, remember
 
 # What is asserted beside the tests tells its values as well.
 pytest.register_assert_rewrite("tests.policies", "tests.runner", "tests.server")
@@ -53,6 +53,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # No example is too slow: the machine may be busy.
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    remember(config)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,6 +1,7 @@
 """Which cases `make test` leaves to `make test-all`: those that repeat what a few show already.
 
-Knows the marker `slow`, and how to pass over what -m leaves out before it is made; knows no test.
+Knows the marker `slow`, how many random examples are few, and how to pass over what -m leaves out
+before it is made; knows no test.
 """
 
 import re
@@ -26,6 +27,22 @@ def mostly_slow(values: Iterable[Any], *, but: Collection[Any]) -> list[Any]:
         return pytest.param(*several, marks=pytest.mark.slow)
 
     return [value if value in but else slow(value) for value in values]
+
+
+_is_slow_left_out = False
+
+
+def remember(config: pytest.Config) -> None:
+    """Let `examples` know whether this run leaves out what is slow. Before tests are imported."""
+    global _is_slow_left_out
+    _is_slow_left_out = "slow" in left_out(config)
+
+
+def examples(few: int, *, slow: int) -> int:
+    """Return how many random examples a test tries: `few` where what is slow is left out, as in
+    `make test`, and `slow` in every other run.
+    """
+    return few if _is_slow_left_out else slow
 
 
 def mark_twins_of_depth_one(items: Iterable[pytest.Item]) -> None:

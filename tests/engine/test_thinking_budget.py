@@ -26,6 +26,7 @@ from aioserve.outputs import RequestOutput
 from aioserve.params import StructuredOutputs, ThinkingBudget
 from aioserve.support.tokens import ReasoningTokens, TokenBytes
 from tests.kit import stats_of
+from tests.slow import examples
 
 EMBEDDED = Path(aioserve.__file__).parent / "model_source" / "embedded"
 PROMPT = "What news, my lord?"
@@ -160,7 +161,7 @@ async def test_the_mark_is_drafted_where_the_next_steps_are_not_planned_ahead() 
         assert num_steps <= 40 - (len(MARK) - 2)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4, slow=8), deadline=None)
 @given(limit=st.integers(0, 45), seed=st.integers(0, 2**32), is_ahead=st.booleans())
 async def test_random_budgets_are_held_and_replayed(limit: int, seed: int, is_ahead: bool) -> None:
     own = config(pipeline_depth=2) if is_ahead else config(speculation="ngram")

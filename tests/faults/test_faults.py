@@ -39,7 +39,7 @@ from tests.faults.rig import (
     config_of,
     reference_of,
 )
-from tests.slow import mostly_slow
+from tests.slow import examples, mostly_slow
 
 NUM_DAYS = int(os.environ.get("AIOSERVE_FAULT_DAYS", "0"))
 IS_LONG = NUM_DAYS > 0
@@ -262,7 +262,7 @@ def test_on_a_bad_day_every_client_has_an_end_and_nothing_is_left(
     run_state_machine_as_test(
         type("DayOfDepth", (kind,), {"depth": depth, "injected": injected}),
         settings=settings(
-            max_examples=NUM_DAYS or 6,
+            max_examples=NUM_DAYS or examples(6, slow=12),
             stateful_step_count=8,
             deadline=None,
             database=None,

@@ -11,6 +11,7 @@ from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.state_machine import harness_settings, requests
+from tests.slow import examples
 from tests.testing.broken import SoundScheduler  # a loop over run, then over admit
 
 
@@ -43,7 +44,7 @@ def steps_of(
     return [msgspec.msgpack.encode(step) for step in harness.steps], harness.tokens
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30, slow=80), deadline=None)
 @given(harness_settings(), st.lists(st.tuples(requests(), st.integers(0, 3)), max_size=8))
 def test_it_plans_what_a_loop_would(
     options: dict[str, Any], traffic: list[tuple[dict[str, Any], int]]

@@ -41,7 +41,7 @@ class TestHostileScheduler(PolicyContract):
 class TestOptions(PolicyContract):
     policy = load_policy("chunked_prefill")
     options: Any = {"chunk_size": 3}  # noqa: RUF012 - read only
-    max_examples = EXAMPLES
+    max_examples = 50
 
 
 class RefusesMany(FCFSScheduler):

@@ -12,10 +12,10 @@ from aioserve.errors import PolicyError
 from aioserve.outputs import FinishReason
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.state_machine import run_machine
-from tests.slow import mostly_slow
+from tests.slow import examples, mostly_slow
 from tests.testing.hostile import PLACES, raising
 
-EXAMPLES = 2  # of random traffic
+EXAMPLES = examples(2, slow=3)  # of random traffic
 
 
 @pytest.mark.parametrize("pipeline_depth", mostly_slow([1, 2], but=[2]))

@@ -11,6 +11,7 @@ from aioserve.request import Request, RequestSpec
 from aioserve.scheduler import PeakMemory
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.contract import PolicyContract
+from tests.slow import examples
 
 
 @pytest.mark.slow
@@ -22,7 +23,7 @@ class TestFcfs(PolicyContract):
 class TestVtc(PolicyContract):
     policy = PromptRoundsScheduler
     options = {"order": "vtc", "sees_late": True, "decode_steps": 2, "client_tokens": 1}  # noqa: RUF012
-    max_examples = 6
+    max_examples = examples(6, slow=20)
     # S-LoRA's rule goes through all running requests for each that may enter.
     test_schedule_costs_in_proportion_to_the_requests = None
 
