@@ -78,7 +78,8 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: to look at them again takes a full collection half a
     second, and runners that give their weights back make one each. So no runner thaws them, and
-    no server freezes what a test has made.
+    no server freezes what a test has made: tests/engine/test_control.py asks another process what
+    that does.
     """
     gc.collect()
     gc.freeze()

@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import shutil
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,6 +37,7 @@ from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import Request, RequestStatus
 from tests.kit import executor_of, run
 from tests.models import make_model
+from tests.processes import COMPUTING_SECONDS
 from tests.slow import mostly_slow
 from tests.tokenizing import hold_tokenizing
 
@@ -549,3 +552,35 @@ async def test_a_shadow_is_switched_on_and_off_while_requests_run() -> None:
         replies = await reading
         assert all(len(tokens) == PARAMS.max_tokens for tokens in replies)
         assert engine.config.scheduler.policy == "priority"
+
+
+#: As a server does when it has started. In the process of the tests `gc.freeze` has no effect.
+FREEZES = """
+import asyncio, gc, sys, weakref
+from aioserve import AsyncEngine, EngineConfig
+from aioserve.config import ModelConfig
+from aioserve.server.app import exempt_from_garbage_collection
+
+async def main():
+    model = ModelConfig(model=sys.argv[1], skip_tokenizer_init=True, fused=False)
+    async with AsyncEngine(EngineConfig(model=model)) as engine:
+        layers = [o for o in gc.get_objects() if type(o).__name__ == "LlamaDecoderLayer"]
+        layers = [weakref.ref(layer) for layer in layers]
+        exempt_from_garbage_collection()
+        await engine.sleep(weights=True)
+        num_left = sum(layer() is not None for layer in layers)
+        print(len(layers) > 0, num_left, gc.get_freeze_count() > 100_000)
+
+asyncio.run(main())
+"""
+
+
+def test_weights_are_given_back_by_a_process_that_has_frozen_them(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", FREEZES, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=COMPUTING_SECONDS,
+    )
+    assert done.stdout == "True 0 True\n", done.stderr
