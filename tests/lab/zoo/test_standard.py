@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from aioserve.lab.workloads.synthetic import read_spec
+from aioserve.lab.zoo import standing
 from aioserve.lab.zoo.standing import (
     BUDGET,
     DIGEST,
@@ -36,8 +37,16 @@ def test_the_standard_is_that_of_its_digest() -> None:
 def test_a_workload_of_another_seed_or_rate_has_another_digest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aioserve.lab.zoo.standing.SEEDS", (1,))
-    assert standard_digest() != DIGEST
+    monkeypatch.setattr(standing, "SEEDS", (1,))
+    own = standard_digest()
+    for other in (
+        lambda name, seed: load_workload(name, seed + 1),
+        lambda name, seed: load_workload(name, seed, 0.99),
+    ):
+        monkeypatch.setattr(standing, "load_workload", other)
+        assert standard_digest() != own
+    monkeypatch.setattr(standing, "load_workload", load_workload)
+    assert standard_digest() == own
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
