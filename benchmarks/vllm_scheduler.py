@@ -82,10 +82,11 @@ class Engine:
         self.num_tokens = 0  # that were given out
         for _ in range(running):
             self.scheduler.add_request(self._make())
-        while self.scheduler.get_request_counts() != (running, 0) or self._is_prefilling:
+        while not self._is_full:
             self.step()
 
-    _is_prefilling = True
+    #: Whether the last step had a row for each seat, and none of them split a prompt.
+    _is_full = False
 
     def _make(self) -> Request:
         self._num_made += 1
@@ -116,7 +117,7 @@ class Engine:
             [7] if computed[name] + count >= PROMPT_TOKENS else []
             for name, count in plan.num_scheduled_tokens.items()
         ]
-        self._is_prefilling = not all(sampled)
+        self._is_full = len(rows) == self.num_running and all(sampled)
         result = ModelRunnerOutput(rows, {name: i for i, name in enumerate(rows)}, sampled)
         num_ended = 0
         for batch in scheduler.update_from_output(plan, result).values():

@@ -76,6 +76,20 @@ def test_replies_of_the_second_model_runner_are_those_of_vllms_own_scheduler() -
     assert told["preempted"] > 0
 
 
+def test_the_cost_of_a_step_is_measured_while_requests_end_and_come_in_every_step() -> None:
+    """A program that waits for a step without arrivals before it measures never measures anything
+    at 256 running requests, of which some end in each step.
+    """
+    program = ROOT / "benchmarks" / "vllm_scheduler.py"
+    words = [sys.executable, program, "--running", "256", "--kind", "churn", "--rounds", "1"]
+    [row] = json.loads(done(words).stdout.strip().splitlines()[-1])["results"]
+    assert row["kind"] == "churn"
+    num_steps, rest = divmod(row["tokens"]["vllm"], 256)  # each request gets a token in each step
+    assert num_steps > 0
+    assert rest == 0
+    assert set(row["tokens"].values()) == {row["tokens"]["vllm"]}
+
+
 # The page docs/vllm.md.
 
 
