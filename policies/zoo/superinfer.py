@@ -18,7 +18,8 @@ once, since copies are those of the KV connector. Of the paper, only the abstrac
 
 Cost: O(r log r) for r running requests, in steps in which requests wait and do not fit.
 
-Needs: nothing; without host memory (`--kv-connector`) seats rotate, and memory does not.
+Needs: nothing; without host memory (`--kv-connector`) seats rotate while memory is free, and memory
+does not.
 """
 
 from itertools import islice
@@ -41,7 +42,7 @@ class SuperInferScheduler(BaseScheduler):
     admits_in_order = "all"
 
     class Options(PolicyOptions):
-        budget: PositiveInt = 4096  # tokens of KV cache that rotate out in a step, and stay free
+        budget: PositiveInt = 4096  # tokens that rotating makes free in a step at most
         slice: PositiveFloat = 1.0  # seconds that a request runs before it rotates out
         chunk_size: PositiveInt | None = None  # tokens per step (default: max_num_batched_tokens)
         window: PositiveInt = 16  # waiting requests for which others make room in a step
@@ -74,23 +75,22 @@ class SuperInferScheduler(BaseScheduler):
         """Let decodes step aside, longest running first, while what waits lacks seats or memory."""
         line = list(islice(self.waiting, self.options.window))
         wanted = min(sum(request.num_tokens for request in line), self.options.budget)
-        lacks_memory = self.memory.free < wanted
+        lacking = max(wanted - self.memory.free, 0)  # tokens
         seats = len(self.running) + len(line) - self.max_num_seqs  # that those in line lack
-        if not lacks_memory and seats <= 0:
+        if not lacking and seats <= 0:
             return
         ran_enough = self.clock() - self.options.slice
         for request in sorted(self.running, key=self.ran_since):
             since, output = self.ran_since(request)
-            if since > ran_enough or (wanted <= 0 and seats <= 0):
+            if since > ran_enough or (lacking <= 0 and seats <= 0):
                 return
             if request.is_prefill or request.num_output_tokens <= output:
                 continue  # else it might lose what it has computed again and again
-            if lacks_memory:
-                if not (gone := step.offload(request)):
-                    return  # no host memory for it: to compute it again would cost too much
-                wanted, seats = wanted - gone, seats - 1
+            if lacking > 0:  # without host memory for it, to compute it again would cost too much
+                if gone := step.offload(request):
+                    lacking, seats = lacking - gone, seats - 1
             elif step.pause(request):
-                wanted, seats = 0, seats - 1
+                seats -= 1
 
     def ran_since(self, request: Request) -> tuple[float, int]:
         return self.since.get(request, (request.arrival_time, 0))

@@ -1,7 +1,10 @@
 """Policies that choose whose memory or seat another request gets, and for what."""
 
+from typing import Any
+
 import pytest
 
+from aioserve.testing import SchedulerHarness
 from tests.policies.zoo.harnesses import first_served, harness_of, plans, preempted
 
 
@@ -52,3 +55,68 @@ def test_superinfer_lets_a_request_run_for_its_slice_before_it_rotates() -> None
     harness.run_until_idle()
     assert first_served(harness) == ["long", "new"]
     assert "new" not in {name for plan in plans(harness)[:30] for name in plan}
+
+
+def rotating(prompts: dict[str, int], **options: Any) -> SchedulerHarness:
+    """Requests of as many prompt tokens, which have run for more than a slice, in 19 blocks of 4
+    tokens, with room in host memory.
+    """
+    harness = harness_of(
+        "superinfer",
+        num_blocks=19,
+        watermark=0,
+        kv_connector="memory",
+        num_host_slots=64,
+        options={"slice": 0.5, **options},
+    )
+    for name, length in prompts.items():
+        harness.add_request(name, [ord(name) % 50] * length, max_tokens=12)
+    for _ in range(3):
+        harness.step()
+    return harness
+
+
+def test_superinfer_rotates_what_ran_longest_to_host_memory_and_computes_little_again() -> None:
+    harness = rotating(dict.fromkeys("abcd", 13))  # 16 tokens of KV cache each; 12 are free
+    harness.add_request("new", [7] * 20, max_tokens=2)
+    harness.step()
+    assert preempted(harness) == ["a"]
+    harness.step()
+    assert plans(harness)[-1]["new"] == 20
+    harness.run_until_idle()
+    assert {name: len(tokens) for name, tokens in harness.tokens.items()} == {
+        **dict.fromkeys("abcd", 12),
+        "new": 2,
+    }
+    again = sum(plan.get("a", 0) for plan in plans(harness)) - (13 + 11)
+    assert 0 < again < 4 * preempted(harness).count("a")  # what is behind the last whole block
+
+
+@pytest.mark.parametrize(("budget", "gone"), [(100, ["a", "b"]), (24, ["a"]), (12, [])])
+def test_superinfer_rotates_out_no_more_than_lacks_and_than_its_budget(
+    budget: int, gone: list[str]
+) -> None:
+    """12 tokens are free, and 32 are wanted: 12 of each request that goes are kept."""
+    harness = rotating(dict.fromkeys("abcd", 13), budget=budget)
+    for name in "wxyz":
+        harness.add_request(name, [ord(name) % 50] * 8, max_tokens=2)
+    harness.step()
+    assert preempted(harness) == gone
+
+
+def test_superinfer_passes_over_a_request_that_has_no_whole_block_to_keep() -> None:
+    harness = rotating({"s": 1, "a": 17, "b": 17, "c": 17})  # 4 + 3 * 20 tokens; 12 are free
+    harness.add_request("new", [7] * 20, max_tokens=2)
+    harness.step()
+    assert preempted(harness) == ["a"]
+
+
+def test_superinfer_without_host_memory_rotates_no_seats_while_memory_lacks() -> None:
+    harness = harness_of("superinfer", num_blocks=5, max_num_seqs=1, options={"slice": 0.5})
+    harness.add_request("long", [1] * 8, max_tokens=9)
+    harness.step()
+    harness.wait(1)
+    harness.add_request("new", [2] * 16, max_tokens=2)
+    harness.run_until_idle()
+    assert preempted(harness) == []
+    assert first_served(harness) == ["long", "new"]
