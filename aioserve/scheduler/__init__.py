@@ -66,6 +66,7 @@ _HOMES = {
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
 
 __all__ = [
     "FAILURES_UNTIL_FALLBACK",
@@ -95,6 +96,7 @@ __all__ = [
     "RequestStatus",
     "SchedulerInterface",
     "SchedulerOutput",
+    "Share",
     "Step",
     "Verdict",
     "VictimPart",

@@ -20,18 +20,21 @@ VoltanaLLM's routing. What a clock changes is assumed by the lab.
 
 Cost: constant for each request that runs or enters.
 
-Needs: nothing; only the lab can set a clock, so it runs on no server.
+Needs: nothing; a server needs `--runner simulated`, which alone has a clock to set.
 """
 
 from typing import Any
 
 from aioserve.scheduler import (
     BaseScheduler,
+    EngineCoreOutputs,
+    ModelRunnerOutput,
     PolicyOptions,
     PositiveFloat,
     PositiveInt,
     Request,
     SchedulerOutput,
+    Share,
 )
 
 STEP = 0.05  # of the clock, by which the controller raises or lowers it
@@ -49,7 +52,7 @@ class GreenLLMScheduler(BaseScheduler):
     class Options(PolicyOptions):
         ttft: PositiveFloat = 0.5  # seconds in which a prompt should be computed
         tpot: PositiveFloat = 0.04  # seconds that a step with decodes should take at most
-        calm: PositiveFloat = 0.7  # share of `tpot` below which the clock goes down
+        calm: Share = 0.7  # share of `tpot` below which the clock goes down
         chunk_size: PositiveInt | None = None  # tokens per step (default: max_num_batched_tokens)
 
     options: Options
@@ -58,11 +61,13 @@ class GreenLLMScheduler(BaseScheduler):
         super().__init__(*args, **kwargs)
         self.pace = 1.0  # share of the clock that decodes ask for
         self.clock_share = 1.0  # share of the clock that was set last
+        self.decoding: set[int] = set()  # ids of steps with decodes that are not back yet
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step(self.options.chunk_size)
         prompts = step.run_decodes()
-        self.control()
+        if step.requests:
+            self.decoding.add(step.step_id)
         self.clock_share = max(self.pace, self.for_prompts(prompts))
         self.set_frequency(self.clock_share)
         for request in prompts:
@@ -71,6 +76,16 @@ class GreenLLMScheduler(BaseScheduler):
             if not step.admit(request):
                 break
         return step.output()
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        returned = scheduler_output.step_id
+        if returned in self.decoding:
+            self.control()
+        self.decoding = {step_id for step_id in self.decoding if step_id > returned}
+        return outputs
 
     def control(self) -> None:
         """Raise the clock of decodes after a step that was too slow, lower it after a quick one."""

@@ -147,6 +147,25 @@ def test_greenllm_computes_prompts_at_a_clock_that_is_as_high_as_their_wait_is_l
     assert clocks(harness)[-1] == 1.0
 
 
+def test_greenllm_learns_nothing_of_decodes_from_steps_without_any() -> None:
+    harness = harness_of("greenllm", step_seconds=0.01, options={"chunk_size": 8})
+    harness.add_request("prompt", [1] * 64, max_tokens=4)
+    for _ in range(10):
+        harness.step()
+    assert [share for share in clocks(harness) if share < 1] == pytest.approx([0.95])
+
+
+def test_greenllm_learns_once_from_a_step_whatever_is_planned_before_the_next_one() -> None:
+    harness = harness_of("greenllm", step_seconds=0.01)
+    harness.add_request("stream", [1] * 4, max_tokens=60)
+    for _ in range(3):
+        harness.step()
+    before = clocks(harness)[-1]
+    for _ in range(4):
+        harness.plan()
+    assert before - clocks(harness)[-1] == pytest.approx(0.05)
+
+
 def drafting(**options: Any) -> SchedulerHarness:
     policy = load_policy("zoo.adaserve")
     return SchedulerHarness(policy, drafter=lambda token_ids: [1, 1, 1, 1], options=options)
