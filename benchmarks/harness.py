@@ -88,21 +88,34 @@ class Program:
         return self._parser.parse_args(words)
 
     def main(self) -> None:
-        """Run the command, print what it tells, and exit. SIGTERM ends it as an error would, so
-        that servers end as well.
+        """Run the command, print what it tells, and exit. SIGTERM ends it as Ctrl-C would, so that
+        servers end as well.
         """
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        signal.signal(signal.SIGTERM, _terminate)
         args = self.parse()
         before = machine()
-        found = args.run(args)
-        if inspect.iscoroutine(found):
-            found = asyncio.run(found)
+        try:
+            found = args.run(args)
+            if inspect.iscoroutine(found):
+                found = asyncio.run(found)
+        except Terminated:
+            sys.exit(128 + signal.SIGTERM)
         found, code = found if isinstance(found, tuple) else (found, 0)
         if found is not None:
             options = {name: value for name, value in vars(args).items() if name != "run"}
             told = {"machine": before, "options": options, **found}
             print(msgspec.json.encode(told, enc_hook=str).decode())  # NaN becomes null
         sys.exit(code)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came. `SystemExit` would count as a failure of the policy that the signal interrupts,
+    and the program would go on.
+    """
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise Terminated
 
 
 def _add(parser: argparse.ArgumentParser, name: str, value: Any, *, is_word: bool) -> None:
