@@ -97,6 +97,7 @@ class _Run:
         self._uses_prefixes = self._dispatcher.kind.uses_prefixes
         self._uses_reports = self._dispatcher.kind.uses_reports
         self._knowledge = DelayLine(fleet.knowledge_delay, self._clock)
+        self._asks_until = 0.0  # when the last planned question about requests in line comes
         self._outcome = FleetOutcome(len(workload.requests), fleet.num_replicas)
         self._token_times = self._outcome.token_times()
         self._draft_acceptance = workload.draft_acceptance
@@ -285,13 +286,14 @@ class _Run:
             self._route(sent)
 
     def _ask_held(self) -> None:
-        """A request has begun or ended at a replica, or a replica has come: ask about what is in
-        line now, and again when the router knows of it.
+        """Ask about requests in line, as a request has begun or ended at a replica or a replica has
+        come: now, and again when the router is told of all that has changed in this moment.
         """
         self._ask_by_what_is_known()
-        if self._knowledge.delay and self._dispatcher.is_holding:
-            when = self._clock.now + self._knowledge.delay
-            self._at(when, INCIDENT, self._ask_by_what_is_known)
+        told = self._clock.now + self._knowledge.delay
+        if self._knowledge.delay and self._dispatcher.is_holding and told > self._asks_until:
+            self._asks_until = told
+            self._at(told, INCIDENT, self._ask_by_what_is_known)
 
     def _ask_by_what_is_known(self) -> None:
         self._knowledge.catch_up()

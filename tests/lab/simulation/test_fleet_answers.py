@@ -16,7 +16,7 @@ from aioserve.lab.simulation.run import simulated
 from aioserve.lab.workloads.workload import Failure, Incidents, Piece, Workload, WorkloadRequest
 
 HEAD = """
-from aioserve.fleet.routing import BaseRouter, Refuse, RouterOptions, Wait
+from aioserve.fleet.routing import BaseRouter, Hold, Refuse, RouterOptions, Wait
 
 
 class Mine(BaseRouter):
@@ -106,6 +106,31 @@ def test_what_a_router_knows_is_as_old_as_the_fleet_says(tmp_path: Path) -> None
     assert list(run(workload, Fleet(3, router)).replica_of) == [0, 1, 2]
     assert list(run(workload, Fleet(3, router, knowledge_delay=5.0)).replica_of) == [0, 0, 0]
     assert list(run(workload, Fleet(3, router, knowledge_delay=0.015)).replica_of) == [0, 0, 1]
+
+
+def test_a_held_request_is_asked_about_once_for_what_has_changed_in_a_moment(
+    tmp_path: Path,
+) -> None:
+    """Two replicas start a reply each in the same moment, of which the router is told later."""
+    times = tmp_path / "times"
+    body = f"""
+if self.num_asked < 3:
+    return replicas[self.num_asked - 1]
+with open({str(times)!r}, "a") as file:
+    print(self.clock(), file=file)
+return Hold() if self.clock() < 1.53 else replicas[0]
+"""
+    router = Path(written(tmp_path, body))
+    router.write_text(router.read_text().replace("uses_reports", "holds"))
+    fleet = Fleet(2, str(router), knowledge_delay=0.5)
+    even = EngineConfig.load(overrides=[("runner.profile", "zoo-1")])  # steps without jitter
+    workload = asked(1.0, 1.0, 1.001)
+    outcome = simulate_fleet(simulated(even, workload.longest), workload, fleet)
+    first, second, held = outcome.requests
+    assert first.token_times[0] == second.token_times[0]
+    told = Counter(map(float, times.read_text().split()))
+    assert told[first.token_times[0] + 0.5] == 1
+    assert held.end > first.end + 0.5
 
 
 def test_blocks_are_found_by_a_router_after_the_delay(tmp_path: Path) -> None:
