@@ -16,13 +16,13 @@ The chance of each next token of a chain is the share of the request's drafts th
 Left out: a budget that follows the load of the card. Of the paper, only the abstract and summaries
 by others were read.
 
-Cost: O(r + k log r) for r running requests and k draft tokens.
+Cost: O((r + k) log r) for r running requests and k draft tokens.
 
 Needs: paces as `slo_tpot`, else that of the options; and speculative decoding, without which it
 serves as `chunked_prefill` does.
 """
 
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heapreplace
 from typing import Any
 
 from aioserve.scheduler import (
@@ -32,6 +32,7 @@ from aioserve.scheduler import (
     PositiveInt,
     Request,
     SchedulerOutput,
+    Share,
     hinted_number,
 )
 
@@ -46,7 +47,7 @@ class AdaServeScheduler(BaseScheduler):
     class Options(PolicyOptions):
         tpot: PositiveFloat = 0.05  # seconds per token of a request that states no pace
         verify: PositiveInt = 64  # draft tokens of all requests that a step verifies
-        rate: PositiveFloat = 0.6  # share of drafts that are accepted, before any is known
+        rate: Share = 0.6  # share of drafts that are accepted, before any is known
         chunk_size: PositiveInt | None = None  # tokens per step (default: max_num_batched_tokens)
 
     options: Options
@@ -91,17 +92,20 @@ class AdaServeScheduler(BaseScheduler):
             chance, place, request = heap[0]
             lengths[request] += 1
             left -= 1
-            more = chance * self.rate(request) if lengths[request] < self.max_draft_tokens else 1.0
-            heapreplace(heap, (more, place, request))
-            if heap[0][0] > 0:
-                return  # each has as many as there may be
+            if lengths[request] < self.max_draft_tokens:
+                heapreplace(heap, (chance * self.rate(request), place, request))
+            else:
+                heappop(heap)
 
     def lag(self, request: Request) -> float:
-        """Return the tokens that the request needs from the next step to be at its pace."""
+        """Return the tokens that the request needs from the next step to be at its pace. A request
+        that has decoded under another policy counts as having been at it.
+        """
         now = self.clock()
         pace = hinted_number(request, "slo_tpot", self.options.tpot) or self.options.tpot
-        began = self.began.setdefault(request, now)
-        return (now + self.step_time.last_seconds - began) / pace - (request.num_output_tokens - 1)
+        more = request.num_output_tokens - 1  # tokens after the first one
+        began = self.began.setdefault(request, now - more * pace)
+        return (now + self.step_time.last_seconds - began) / pace - more
 
     def rate(self, request: Request) -> float:
         found = request.num_accepted_tokens + KNOWN * self.options.rate

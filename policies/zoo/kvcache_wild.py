@@ -19,17 +19,20 @@ Needs: conversations (hint `session`), and the hint `type` of a request, else it
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from aioserve.scheduler import (
     BaseScheduler,
     PolicyOptions,
-    PositiveFloat,
     PositiveInt,
     Request,
     SchedulerOutput,
     hinted_text,
 )
+
+Probability = Annotated[float, Meta(gt=0, lt=1)]
 
 
 @dataclass
@@ -52,7 +55,7 @@ class KVCacheWildScheduler(BaseScheduler):
     """Order of arrival; the prefix that is least likely to be used again is evicted first."""
 
     class Options(PolicyOptions):
-        least: PositiveFloat = 0.1  # probability of reuse below which a prefix has no worth
+        least: Probability = 0.1  # probability of reuse below which a prefix has no worth
         turns: PositiveInt = 4  # of a conversation that are told apart
         max_sessions: PositiveInt = 10000  # conversations between turns, the latest
         max_kinds: PositiveInt = 1000  # kinds of requests, the latest

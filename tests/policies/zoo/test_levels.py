@@ -180,6 +180,20 @@ def test_adaserve_drafts_first_for_the_stream_that_is_behind_its_pace() -> None:
     assert harness.steps[-1].draft_lengths == {"calm": 0, "late": 4}
 
 
+def test_adaserve_takes_over_streams_as_if_they_had_kept_their_pace() -> None:
+    harness = SchedulerHarness(
+        load_policy("chunked_prefill"), drafter=lambda token_ids: [1, 1, 1, 1], step_seconds=1.0
+    )
+    for name, pace in (("calm", 100.0), ("late", 0.5)):
+        harness.add_request(name, [1, 2, 3], max_tokens=40, hints={"slo_tpot": pace})
+    for _ in range(6):
+        harness.step()
+    harness.switch_policy(load_policy("zoo.adaserve"), {"verify": 4})
+    for _ in range(2):
+        harness.step()
+    assert harness.steps[-1].draft_lengths == {"calm": 0, "late": 4}
+
+
 def test_adaserve_gives_what_is_left_to_the_drafts_that_are_accepted() -> None:
     harness = drafting(verify=4, tpot=1000.0)
     harness.add_request("right", [1, 2, 3], max_tokens=40, reply=[[1] * 40])

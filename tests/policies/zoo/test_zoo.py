@@ -178,3 +178,21 @@ def test_the_same_events_have_the_same_decisions_in_every_process() -> None:
     first = decisions("1")
     assert first.count("\n") > 60 * len(ZOO)
     assert first == decisions("2")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("zoo.adaserve", "rate", 1.5),
+        ("zoo.greenllm", "calm", 1.5),
+        ("zoo.greenllm", "calm", 0.0),
+        ("zoo.kvcache_wild", "least", 1.0),
+    ],
+)
+def test_an_option_that_is_a_share_or_a_probability_is_refused_beyond_its_bounds(
+    name: str, option: str, value: float
+) -> None:
+    policy = load_policy(name)
+    assert issubclass(policy, BaseScheduler)
+    with pytest.raises(ConfigError, match=option):
+        policy.parse_options({option: value})
