@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,13 +44,43 @@ def test_the_last_line_is_json_with_the_machine_and_the_exit_code_is_the_command
         "    return {'rounds': args.rounds, 'nothing': float('nan')}, 3\n"
         "program.main()\n"
     )
-    folder = str(Path(__file__).parents[2] / "benchmarks")
-    told = run(sys.executable, "-c", f"import sys; sys.path.insert(0, {folder!r})\n"
-               f"exec(open({str(script)!r}).read())")  # fmt: skip
+    told = run_script(script)
     assert told.returncode == 3
     found = json.loads(told.stdout.splitlines()[-1])
     assert (found["rounds"], found["nothing"]) == (2, None)
     assert found["machine"].keys() == {"cpu", "cores", "load", "revision"}
+
+
+def run_script(script: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program that finds the harness where the benchmarks find it."""
+    folder = str(Path(__file__).parents[2] / "benchmarks")
+    lines = f"import sys; sys.path.insert(0, {folder!r})\nexec(open({str(script)!r}).read())"
+    return run(sys.executable, "-c", lines)
+
+
+def test_sigterm_ends_a_program_while_a_policy_runs_and_is_no_failure_of_it(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "one.py"
+    script.write_text(
+        "import signal\n"
+        "from harness import Program\n"
+        "from aioserve.policies.fcfs import FCFSScheduler\n"
+        "from aioserve.testing import SchedulerHarness\n"
+        "class Ended(FCFSScheduler):\n"
+        "    def schedule(self):\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "        return super().schedule()\n"
+        "program = Program('One.')\n"
+        "@program.command()\n"
+        "def measure(args):\n"
+        "    harness = SchedulerHarness(Ended, tolerates_errors=True)\n"
+        "    harness.add_request('a', [1, 2, 3])\n"
+        "    harness.step()\n"
+        "program.main()\n"
+    )
+    told = run_script(script)
+    assert (told.returncode, told.stdout, told.stderr) == (143, "", "")
 
 
 def test_each_goes_first_in_turn_and_ratios_are_within_a_round() -> None:
