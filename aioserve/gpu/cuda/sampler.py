@@ -36,7 +36,8 @@ class DrawColumns(NamedTuple):
     top_p: Tensor  # float32
     min_p_floor: Tensor  # float32, log(min_p)
     keys: Tensor  # int32 [2, S], contiguous, bits of `sampling_columns.row_keys`
-    is_limited: bool  # whether any row has top-k or top-p
+    has_top_k: bool  # whether any row has one
+    has_top_p: bool
 
 
 def draw(logits: Tensor, columns: DrawColumns) -> Tensor:
@@ -45,7 +46,7 @@ def draw(logits: Tensor, columns: DrawColumns) -> Tensor:
     scaled = logits.float() - logits.amax(dim=-1, keepdim=True).float()
     scaled = scaled / torch.where(heat > 0, heat, 1.0)
     floor = columns.min_p_floor
-    if columns.is_limited:
+    if columns.has_top_k or columns.has_top_p:
         floor = torch.maximum(floor, lowest_kept(scaled, columns.top_k, columns.top_p))
     uniform = uniforms(columns.keys, logits.shape[1])
     score = scaled + uniform.log_().neg_().log_().neg_()
@@ -109,7 +110,8 @@ class SamplePlan:
 
     num_rows: int  # S
     is_greedy: bool  # all of them, and no edits
-    is_limited: bool
+    has_top_k: bool
+    has_top_p: bool
     asked: list[int]  # rows that want logprobs
     num_logprobs: list[int]  # how many alternatives each of those wants
     has_penalties: bool
@@ -179,7 +181,7 @@ class DeviceSampler:
         """
         sampling = plan.sampling
         asked = np.flatnonzero(sampling.num_logprobs != NO_LOGPROBS)
-        limited = (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1))
+        is_drawn = sampling.temperature > 0
         edits = sampling.edits
         extras: dict[str, Words] = {}
         penalized = [data for data in new if has_penalties(data.sampling_params)]
@@ -207,7 +209,8 @@ class DeviceSampler:
         return SamplePlan(
             num_rows=plan.num_sampling,
             is_greedy=not edits and not (sampling.temperature > 0).any(),
-            is_limited=bool(limited.any()),
+            has_top_k=bool((is_drawn & (sampling.top_k > 0)).any()),
+            has_top_p=bool((is_drawn & (sampling.top_p < 1)).any()),
             asked=asked.tolist(),
             num_logprobs=sampling.num_logprobs[asked].tolist(),
             has_penalties=has_any,
@@ -264,7 +267,8 @@ class DeviceSampler:
                 top_p=arrays.top_p[:num_rows].view(torch.float32),
                 min_p_floor=arrays.min_p_floor[:num_rows].view(torch.float32),
                 keys=arrays.keys[: 2 * num_rows].view(2, num_rows),
-                is_limited=plan.is_limited,
+                has_top_k=plan.has_top_k,
+                has_top_p=plan.has_top_p,
             )
             token_ids = self._draw(edited, columns)
         # What else was chosen there need not be a token, and is looked up in tables.

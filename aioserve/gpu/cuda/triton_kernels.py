@@ -185,6 +185,8 @@ def rope_store(
 
 
 CHUNK = 4096  # logits of one program: 38 programs for a vocabulary of 152k, a guess
+WAYS, PASSES = 16, 8  # parts of a range, passes of a search: together all 32 bits of a float
+LOWEST = tl.constexpr(-2139095041)  # minus infinity, in the order of the floats
 
 
 @triton.jit
@@ -244,62 +246,108 @@ def _ordered(bits):
 
 
 @triton.jit
-def _limit_kernel(
-    logits, highest, temperature, top_k, top_p, min_p_floor, floor, size, BLOCK: tl.constexpr
+def _narrowed(
+    parts,
+    low,
+    wanted,
+    row,
+    num_chunks,
+    width,
+    BY_MASS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WAYS: tl.constexpr,
 ):
-    """The smallest scaled logit of one row that top-k, then top-p, then min-p keep.
+    """The beginning of that part of the last range, of `width`, in which the limit of a row is."""
+    chunk, way = tl.arange(0, CHUNKS)[:, None], tl.arange(0, WAYS)[None, :]
+    at = (row * num_chunks + chunk) * WAYS + way
+    above = tl.sum(tl.load(parts + at, mask=chunk < num_chunks, other=0.0), axis=0)
+    if BY_MASS:
+        wanted *= tl.sum(tl.where(tl.arange(0, WAYS) == 0, above, 0.0), axis=0)
+    is_too_low = (tl.arange(0, WAYS) > 0) & (above >= wanted)
+    return tl.load(low + row) + width * tl.sum(is_too_low.to(tl.int32), axis=0)
 
-    Both limits are the smallest v for which what lies above v is too little: fewer than k tokens,
-    less than p of the mass. So each is found by bisection over the floats, 32 passes over the row.
-    """
+
+@triton.jit
+def _wanted(top_k, top_p, row, BY_MASS: tl.constexpr):
+    """The tokens, or the share of the mass, that a row keeps; negative: it keeps all."""
+    if BY_MASS:
+        p = tl.load(top_p + row)
+        return tl.where(p < 1, p, -1.0)
+    k = tl.load(top_k + row)
+    return tl.where(k > 0, k.to(tl.float32), -1.0)
+
+
+# Widths as constants would be compiled one by one.
+@triton.jit(do_not_specialize=["width", "num_chunks"])
+def _above_kernel(
+    logits,
+    highest,
+    temperature,
+    top_k,
+    top_p,
+    lowest,
+    parts,
+    next_parts,
+    low,
+    next_low,
+    size,
+    num_chunks,
+    width,
+    BY_MASS: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WAYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What of one chunk of one row lies above the bounds of the parts of a range of floats."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    heat, wanted = tl.load(temperature + row), _wanted(top_k, top_p, row, BY_MASS)
+    if (heat > 0) & (wanted >= 0):
+        if IS_FIRST:
+            begin = tl.full((), LOWEST, tl.int32)
+        else:
+            begin = _narrowed(
+                parts, low, wanted, row, num_chunks, width * WAYS, BY_MASS, CHUNKS, WAYS
+            )
+        if chunk == 0:
+            tl.store(next_low + row, begin)
+        at = chunk * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row.to(tl.int64) * size + at, mask=at < size, other=float("-inf"))
+        x = tl.div_rn(x.to(tl.float32) - tl.load(highest + row), heat)
+        way = tl.arange(0, WAYS)
+        if BY_MASS:
+            weight = tl.where(x >= tl.load(lowest + row), tl.exp(x), 0.0)
+            above = tl.where(way == 0, tl.sum(weight, axis=0), 0.0)
+        else:
+            weight = tl.full((BLOCK,), 1.0, tl.float32)
+            above = tl.zeros((WAYS,), tl.float32)
+        for number in tl.static_range(1, WAYS):
+            bound = _ordered(begin + number * width - 1).to(tl.float32, bitcast=True)
+            part = tl.sum(tl.where(x > bound, weight, 0.0), axis=0)
+            above = tl.where(way == number, part, above)
+        tl.store(next_parts + (row * num_chunks + chunk) * WAYS + way, above)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _lowest_kernel(
+    temperature,
+    top_k,
+    top_p,
+    lowest,
+    parts,
+    low,
+    num_chunks,
+    BY_MASS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    """Raise the smallest scaled logit that a row keeps to what the last range holds."""
     row = tl.program_id(0)
-    base = logits + row.to(tl.int64) * size
-    top, heat = tl.load(highest + row), tl.load(temperature + row)
-    k, p = tl.load(top_k + row), tl.load(top_p + row)
-    lowest = tl.full((), -float("inf"), tl.float32)
-    if heat > 0:
-        if k > 0:
-            low = _ordered(lowest.to(tl.int32, bitcast=True))
-            high = tl.full((), 0, tl.int32)
-            while low < high:  # the answer is in [low, high]: the scaled top itself is 0
-                middle = low + ((high - low) >> 1)
-                value = _ordered(middle).to(tl.float32, bitcast=True)
-                above = tl.full((), 0, tl.int32)
-                for begin in range(0, size, BLOCK):
-                    at = begin + tl.arange(0, BLOCK)
-                    x = tl.load(base + at, mask=at < size, other=float("-inf")).to(tl.float32)
-                    above += tl.sum((tl.div_rn(x - top, heat) > value).to(tl.int32), axis=0)
-                if above < k:
-                    high = middle
-                else:
-                    low = middle + 1
-            lowest = _ordered(low).to(tl.float32, bitcast=True)
-        if p < 1:
-            mass = tl.full((), 0, tl.float64)
-            for begin in range(0, size, BLOCK):
-                at = begin + tl.arange(0, BLOCK)
-                x = tl.load(base + at, mask=at < size, other=float("-inf")).to(tl.float32)
-                x = tl.div_rn(x - top, heat)
-                weight = tl.where(x >= lowest, tl.exp(x.to(tl.float64)), 0.0)
-                mass += tl.sum(weight, axis=0)
-            target = p.to(tl.float64) * mass
-            low = _ordered(lowest.to(tl.int32, bitcast=True))
-            high = tl.full((), 0, tl.int32)
-            while low < high:
-                middle = low + ((high - low) >> 1)
-                value = _ordered(middle).to(tl.float32, bitcast=True)
-                over = tl.full((), 0, tl.float64)
-                for begin in range(0, size, BLOCK):
-                    at = begin + tl.arange(0, BLOCK)
-                    x = tl.load(base + at, mask=at < size, other=float("-inf")).to(tl.float32)
-                    x = tl.div_rn(x - top, heat)
-                    over += tl.sum(tl.where(x > value, tl.exp(x.to(tl.float64)), 0.0), axis=0)
-                if over < target:
-                    high = middle
-                else:
-                    low = middle + 1
-            lowest = _ordered(low).to(tl.float32, bitcast=True)
-    tl.store(floor + row, tl.maximum(lowest, tl.load(min_p_floor + row)))
+    wanted = _wanted(top_k, top_p, row, BY_MASS)
+    if (tl.load(temperature + row) > 0) & (wanted >= 0):
+        found = _narrowed(parts, low, wanted, row, num_chunks, 1, BY_MASS, CHUNKS, WAYS)
+        found = _ordered(found).to(tl.float32, bitcast=True)
+        tl.store(lowest + row, tl.maximum(tl.load(lowest + row), found))
 
 
 def uniforms(keys: Tensor, size: int) -> Tensor:
@@ -312,29 +360,59 @@ def uniforms(keys: Tensor, size: int) -> Tensor:
 
 
 def limits(logits: Tensor, highest: Tensor, columns: DrawColumns) -> Tensor:
-    """Return the smallest scaled logit that each row keeps, float32 [S]."""
-    floor = torch.empty_like(highest)
-    _limit_kernel[(len(logits),)](
-        logits,
-        highest,
-        columns.temperature,
-        columns.top_k,
-        columns.top_p,
-        columns.min_p_floor,
-        floor,
-        logits.shape[1],
-        BLOCK=CHUNK,
-    )
-    return floor
+    """Return the smallest scaled logit that each row keeps, float32 [S], by top-k, then top-p,
+    then min-p.
+
+    Both limits are the smallest v for which what lies above v is too little: fewer than k tokens,
+    less than p of the mass, in float32. Each is found exactly by a search over the floats: a pass
+    over the logits divides the range in 16, and all chunks of all rows work side by side. What
+    they find is added in a fixed order, so that equal logits have equal limits in every run.
+    """
+    num_rows, size = logits.shape
+    num_chunks = triton.cdiv(size, CHUNK)
+    lowest = torch.full_like(highest, float("-inf"))
+    low = torch.empty(2, num_rows, dtype=torch.int32, device=logits.device)
+    parts = torch.empty(2, num_rows, num_chunks, WAYS, dtype=torch.float32, device=logits.device)
+    heat, top_k, top_p = columns.temperature, columns.top_k, columns.top_p
+    more = {"CHUNKS": triton.next_power_of_2(num_chunks), "WAYS": WAYS}
+    for by_mass, is_wanted in ((False, columns.has_top_k), (True, columns.has_top_p)):
+        if not is_wanted:
+            continue
+        for number in range(PASSES):
+            old, new = number % 2, 1 - number % 2
+            _above_kernel[(num_rows, num_chunks)](
+                logits,
+                highest,
+                heat,
+                top_k,
+                top_p,
+                lowest,
+                parts[old],
+                parts[new],
+                low[old],
+                low[new],
+                size,
+                num_chunks,
+                WAYS ** (PASSES - 1 - number),
+                BY_MASS=by_mass,
+                IS_FIRST=number == 0,
+                BLOCK=CHUNK,
+                **more,
+            )
+        last = PASSES % 2
+        _lowest_kernel[(num_rows,)](
+            heat, top_k, top_p, lowest, parts[last], low[last], num_chunks, BY_MASS=by_mass, **more
+        )
+    return torch.maximum(lowest, columns.min_p_floor)
 
 
 def draw(logits: Tensor, columns: DrawColumns) -> Tensor:
-    """Draw as `sampler.draw` does, in two kernels, three where a row has limits."""
+    """Draw as `sampler.draw` does: the highest logits, the limits if a row has any, the draw."""
     logits = logits.contiguous()
     (num_rows, size), device = logits.shape, logits.device
     highest = logits.amax(dim=-1).float()
     floor = columns.min_p_floor
-    if columns.is_limited:
+    if columns.has_top_k or columns.has_top_p:
         floor = limits(logits, highest, columns)
     num_chunks = triton.cdiv(size, CHUNK)
     scores = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)

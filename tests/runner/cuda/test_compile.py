@@ -17,9 +17,9 @@ def compile_all(capability: int) -> None:
     from aioserve.gpu.cuda import triton_kernels
 
     types = {
-        "size num_rows num_heads num_kv_heads": "i32",
-        "highest temperature floor scores top_p min_p_floor cos_sin": "*fp32",
-        "keys top_k": "*i32",
+        "size num_rows num_heads num_kv_heads num_chunks width": "i32",
+        "highest temperature floor lowest parts next_parts scores top_p cos_sin": "*fp32",
+        "keys top_k low next_low": "*i32",
         "tokens positions slots": "*i64",
         "eps limit": "fp32",
     }
@@ -38,8 +38,12 @@ def compile_all(capability: int) -> None:
 
     for kind in ("*bf16", "*fp16", "*fp32"):
         build(triton_kernels._draw_kernel, {"BLOCK": 4096}, logits=kind)
-        build(triton_kernels._limit_kernel, {"BLOCK": 4096}, logits=kind)
         for flag in (True, False):
+            search = {"BY_MASS": flag, "CHUNKS": 64, "WAYS": 16}
+            build(triton_kernels._lowest_kernel, search)
+            for first in (True, False):
+                own = {"IS_FIRST": first, "BLOCK": 4096}
+                build(triton_kernels._above_kernel, search | own, logits=kind)
             rows = dict.fromkeys(("x", "residual", "weight", "out"), kind)
             build(triton_kernels._norm_kernel, {"HAS_RESIDUAL": flag, "BLOCK": 4096}, **rows)
             build(triton_kernels._gate_kernel, {"IS_SILU": flag, "BLOCK": 1024}, x=kind, out=kind)
