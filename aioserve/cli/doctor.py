@@ -72,6 +72,8 @@ EXTRAS = {
     "vllm": "vLLM's own scheduler in comparisons",
 }
 
+_TOOLKIT = "/usr/local/cuda"  # where NVIDIA's installer puts it
+
 # Named with their versions, since reports of faults ask for them.
 _TELLING = ("torch", "transformers", "aiohttp", "msgspec", "uvloop")
 
@@ -114,6 +116,44 @@ def _extra(name: str, has_card: bool) -> Finding:
         text=f"for {purpose}: {'; '.join(need.complaint for need in wrong)}",
         remedy=_line(need.wanted for need in wrong),
     )
+
+
+def look_at_attention_kernels(has_card: bool, cuda: str | None) -> list[Finding]:
+    """Return where flashinfer's kernels come from on a machine with a card; nothing without one, or
+    without flashinfer. `cuda` is the version for which torch is built, such as `12.9`.
+    """
+    versions = dict.fromkeys(("flashinfer-python", "flashinfer-jit-cache"), "")
+    for name in versions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    of_python, of_cache = versions.values()
+    if not (has_card and of_python):
+        return []
+    title = "attention kernels"
+    if of_cache.partition("+")[0] == of_python:
+        return [ok(title, f"compiled ones of flashinfer-jit-cache {of_cache}")]
+    toolkits = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), _TOOLKIT)
+    nvcc = shutil.which("nvcc") or next(
+        (path for home in toolkits if home and (path := shutil.which(f"{home}/bin/nvcc"))), None
+    )
+    missing = [
+        name for name, path in (("nvcc", nvcc), ("ninja", shutil.which("ninja"))) if not path
+    ]
+    if not missing:
+        return [ok(title, f"flashinfer compiles them with {nvcc} at a model's first start")]
+    index = f"https://flashinfer.ai/whl/cu{(cuda or '').replace('.', '')}"
+    return [
+        Finding(
+            name=title,
+            state="missing",
+            text=f"flashinfer {of_python} compiles them at a model's first start, and "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not found: unless its "
+            "cache has them, plain torch computes attention, slower",
+            remedy="pip install ninja"
+            if nvcc
+            else f"pip install flashinfer-jit-cache=={of_python} --index-url {index}",
+        )
+    ]
 
 
 class Need:
@@ -419,10 +459,19 @@ def examine() -> Diagnosis:
         look_at_cards(),
         _look_at_event_loop(),
         *look_at_packages(num_cuda_devices() > 0),
+        *look_at_attention_kernels(num_cuda_devices() > 0, _cuda_of_torch()),
         *_look_at_models(),
         *_look_at_variables(),
     ]
     return Diagnosis(__version__, all(f.state != "missing" for f in findings), findings)
+
+
+def _cuda_of_torch() -> str | None:
+    try:
+        import torch
+    except (ImportError, OSError):
+        return None
+    return torch.version.cuda
 
 
 def _look_at_event_loop() -> Finding:

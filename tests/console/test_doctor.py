@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.cli.doctor import EXTRAS, look_at_packages
+from aioserve.cli import doctor
+from aioserve.cli.doctor import EXTRAS, look_at_attention_kernels, look_at_packages
 from aioserve.cli.main import main
 from aioserve.kernels.library import VARIANTS, choose_variant, usable_variants
 from tests import processes
@@ -126,6 +127,42 @@ def test_an_extra_is_a_note_and_missing_where_a_card_wants_it(
     assert by_name["extra ray"].state == "note"
     assert by_name["extra gpu"].state == ("missing" if has_card else "note")
     assert by_name["extra gpu"].remedy == "pip install 'no-such-gpu'"
+
+
+@pytest.mark.parametrize(
+    ("tools", "cache", "told", "remedy"),
+    [
+        ([], "", "nvcc and ninja are not found", "-jit-cache==0.7.2 --index-url https://"),
+        (["ninja"], "", "nvcc is not found", "flashinfer.ai/whl/cu130"),
+        (["nvcc"], "", "ninja is not found", "pip install ninja"),
+        ([], "0.7.1+cu130", "nvcc and ninja are not found", "-jit-cache==0.7.2"),
+        (["nvcc", "ninja"], "", "nvcc at a model's first start", None),
+        ([], "0.7.2+cu130", "flashinfer-jit-cache 0.7.2", None),
+    ],
+)
+def test_a_card_without_kernels_for_its_attention_is_told_the_line_that_brings_them(
+    tools: list[str],
+    cache: str,
+    told: str,
+    remedy: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(tmp_path, "flashinfer-python", "0.7.2")
+    if cache:
+        install(tmp_path, "flashinfer-jit-cache", cache)
+    for name in tools:
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
+    monkeypatch.setattr(doctor, "_TOOLKIT", str(tmp_path / "none"))
+    assert look_at_attention_kernels(has_card=False, cuda="13.0") == []
+    (found,) = look_at_attention_kernels(has_card=True, cuda="13.0")
+    assert told in found.text
+    assert found.state == ("missing" if remedy else "ok")
+    assert remedy is None or remedy in str(found.remedy)
 
 
 def test_every_extra_but_that_of_our_tests_is_known() -> None:

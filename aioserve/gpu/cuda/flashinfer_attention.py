@@ -16,6 +16,7 @@ from aioserve.gpu.cuda.attention import DeviceAttention, DeviceStep, PagedCache
 from aioserve.gpu.cuda.device import Device, Event
 from aioserve.gpu.cuda.plan import Limits, Sections, StepPlan
 from aioserve.runner.attention.backend import AttentionCall, AttentionOptions, KVCacheSpec
+from aioserve.support.progress import stage
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,44 @@ def workspace_bytes(calls: Sequence[AttentionCall], num_sizes: int) -> int:
     return WORKSPACE_BYTES + num_kinds * (num_sizes + 2) * INT_WORKSPACE_BYTES
 
 
+def have_kernels(
+    flashinfer: Any,
+    spec: KVCacheSpec,
+    calls: Sequence[AttentionCall],
+    query_dtype: torch.dtype,
+    device: Device,
+    max_model_len: int,
+) -> None:
+    """Plan a decode and a prompt of one token for each kind of layer, so that flashinfer loads its
+    kernels, or compiles them first, which takes minutes. Raises what flashinfer raises if it
+    cannot: most often because there is no CUDA toolkit.
+    """
+    place = device.torch_device
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=place)
+    indices = torch.zeros(1, dtype=torch.int32, device=place)
+    bounds, last = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    kinds = dict.fromkeys(_kinds(spec, calls, max_model_len))
+    steps = [(kind, is_decode) for kind in kinds for is_decode in (True, False)]
+    for kind, is_decode in stage(steps, "Compiling attention kernels", "kernel"):
+        settings = _settings(kind, query_dtype, spec.dtype)
+        if is_decode:
+            _decode_wrapper(flashinfer, workspace, kind).plan(
+                indptr=bounds, indices=indices, last_page_len=last, page_size=1, **settings
+            )
+        else:
+            settings["head_dim_qk"] = settings.pop("head_dim")
+            _prefill_wrapper(flashinfer, workspace).plan(
+                qo_indptr=bounds,
+                paged_kv_indptr=bounds,
+                paged_kv_indices=indices,
+                paged_kv_last_page_len=last,
+                page_size=1,
+                causal=True,
+                **settings,
+            )
+    device.record().wait()
+
+
 class FlashInferAttention(DeviceAttention):
     """Decodes through one wrapper, prompts through another; a wrapper per captured size besides."""
 
@@ -81,46 +120,33 @@ class FlashInferAttention(DeviceAttention):
         self._limits = limits
         self._arrays = arrays
         self._guard: Event | None = None
-        self._dtypes = {"q_data_type": query_dtype, "kv_data_type": spec.dtype}
-        self._kinds = [
-            _kind(call, layer.num_kv_heads, layer.key_head_dim, max_model_len)
-            for call, layer in zip(calls, spec.layers, strict=True)
-        ]
+        self._dtypes = query_dtype, spec.dtype
+        self._kinds = _kinds(spec, calls, max_model_len)
         # one for all: they are used one after another, on one stream
         self._workspace = torch.zeros(
             WORKSPACE_BYTES, dtype=torch.uint8, device=device.torch_device
         )
         kinds = list(dict.fromkeys(self._kinds))
-        self._prefill = {
-            kind: flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace, kv_layout="NHD", backend="fa2"
-            )
-            for kind in kinds
-        }
+        self._prefill = {kind: _prefill_wrapper(flashinfer, self._workspace) for kind in kinds}
         # by captured size; 0 is for any number of rows, without a graph
         self._decode = {
-            0: {kind: self._decode_wrapper(flashinfer, kind) for kind in kinds},
+            0: {kind: _decode_wrapper(flashinfer, self._workspace, kind) for kind in kinds},
             **{
-                size: {kind: self._decode_wrapper(flashinfer, kind, size) for kind in kinds}
+                size: {
+                    kind: _decode_wrapper(
+                        flashinfer,
+                        self._workspace,
+                        kind,
+                        use_cuda_graph=True,
+                        paged_kv_indptr_buffer=arrays.kv_indptr[: size + 1],
+                        paged_kv_indices_buffer=arrays.kv_indices,
+                        paged_kv_last_page_len_buffer=arrays.last_page_len[:size],
+                    )
+                    for kind in kinds
+                }
                 for size in capture_sizes
             },
         }
-
-    def _decode_wrapper(self, flashinfer: Any, kind: LayerKind, size: int = 0) -> Any:
-        arguments: dict[str, Any] = {}
-        if size:
-            arguments = {
-                "use_cuda_graph": True,
-                "paged_kv_indptr_buffer": self._arrays.kv_indptr[: size + 1],
-                "paged_kv_indices_buffer": self._arrays.kv_indices,
-                "paged_kv_last_page_len_buffer": self._arrays.last_page_len[:size],
-            }
-        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace,
-            kv_layout="NHD",
-            use_tensor_cores=kind.num_heads // kind.num_kv_heads >= TENSOR_CORE_GROUP,
-            **arguments,
-        )
 
     def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> DeviceStep:
         # A wrapper has one pinned buffer, and the copy from it may still wait behind the last step.
@@ -144,15 +170,14 @@ class FlashInferAttention(DeviceAttention):
             indptr=torch.from_numpy(host.kv_indptr[: size + 1]),
             indices=self._arrays.kv_indices[: plan.num_decode_page_entries],
             last_page_len=torch.from_numpy(host.last_page_len[:size]),
-            num_qo_heads=kind.num_heads,
-            num_kv_heads=kind.num_kv_heads,
-            head_dim=kind.head_dim,
             page_size=self._limits.page_size,
-            **self._common(kind),
+            **_settings(kind, *self._dtypes),
         )
 
     def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: StepPlan) -> None:
         host, first = plan.host, plan.num_decodes
+        settings = _settings(kind, *self._dtypes)
+        settings["head_dim_qk"] = settings.pop("head_dim")
         num_prefills = plan.num_rows - first
         wrapper.plan(
             qo_indptr=torch.from_numpy(host.prefill_qo_indptr[: num_prefills + 1]),
@@ -161,22 +186,10 @@ class FlashInferAttention(DeviceAttention):
                 plan.num_decode_page_entries : plan.num_page_entries
             ],
             paged_kv_last_page_len=torch.from_numpy(host.last_page_len[first : plan.num_rows]),
-            num_qo_heads=kind.num_heads,
-            num_kv_heads=kind.num_kv_heads,
-            head_dim_qk=kind.head_dim,
             page_size=self._limits.page_size,
             causal=True,
-            **self._common(kind),
+            **settings,
         )
-
-    def _common(self, kind: LayerKind) -> dict[str, Any]:
-        return {
-            "sm_scale": kind.scaling,
-            "window_left": kind.window_left,
-            "logits_soft_cap": kind.softcap,
-            "non_blocking": True,
-            **self._dtypes,
-        }
 
 
 class _PlannedStep(DeviceStep):
@@ -203,6 +216,42 @@ class _PlannedStep(DeviceStep):
         if size < self.num_tokens:
             self._prefill[kind].run(query[size:], cache, out=out[size:])
         return out
+
+
+def _decode_wrapper(flashinfer: Any, workspace: Tensor, kind: LayerKind, **graph: Any) -> Any:
+    group = kind.num_heads // kind.num_kv_heads
+    return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace, kv_layout="NHD", use_tensor_cores=group >= TENSOR_CORE_GROUP, **graph
+    )
+
+
+def _prefill_wrapper(flashinfer: Any, workspace: Tensor) -> Any:
+    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="NHD", backend="fa2")
+
+
+def _settings(kind: LayerKind, query_dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, Any]:
+    """Return what a plan is told of layers of one kind."""
+    return {
+        "num_qo_heads": kind.num_heads,
+        "num_kv_heads": kind.num_kv_heads,
+        "head_dim": kind.head_dim,
+        "sm_scale": kind.scaling,
+        "window_left": kind.window_left,
+        "logits_soft_cap": kind.softcap,
+        "non_blocking": True,
+        "q_data_type": query_dtype,
+        "kv_data_type": kv_dtype,
+    }
+
+
+def _kinds(
+    spec: KVCacheSpec, calls: Sequence[AttentionCall], max_model_len: int
+) -> list[LayerKind]:
+    """Return the kind of each layer."""
+    return [
+        _kind(call, layer.num_kv_heads, layer.key_head_dim, max_model_len)
+        for call, layer in zip(calls, spec.layers, strict=True)
+    ]
 
 
 def _kind(call: AttentionCall, num_kv_heads: int, head_dim: int, max_model_len: int) -> LayerKind:

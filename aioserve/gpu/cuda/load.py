@@ -31,7 +31,12 @@ from aioserve.gpu.cuda.attention import (
 from aioserve.gpu.cuda.cuda_device import CudaDevice
 from aioserve.gpu.cuda.device import CardMemory, Device, StagingRing
 from aioserve.gpu.cuda.executor import StepExecutor, capture_sizes
-from aioserve.gpu.cuda.flashinfer_attention import FlashInferAttention, why_not, workspace_bytes
+from aioserve.gpu.cuda.flashinfer_attention import (
+    FlashInferAttention,
+    have_kernels,
+    why_not,
+    workspace_bytes,
+)
 from aioserve.gpu.cuda.fused import CudaPlace
 from aioserve.gpu.cuda.host_blocks import device_bytes
 from aioserve.gpu.cuda.plan import Layout, Limits, plan_step
@@ -149,6 +154,10 @@ logger = logging.getLogger(__name__)
 
 CUDA_TYPES = SideTypes("fp8", "float16", lambda: torch.cuda.get_device_capability()[0] >= 8)
 INSTALL_LINE = "pip install flashinfer-python accelerate"
+COMPILER_LINE = (
+    "install the CUDA toolkit (nvcc on PATH) and ninja, or the package flashinfer-jit-cache of the "
+    "same version, see docs/gpu.md"
+)
 
 
 @torch.inference_mode()
@@ -233,9 +242,9 @@ def make_executor(
     plan = plan_load(CUDA_TYPES, config, info, model, draft, ranks)
     model = plan.model
     choose_token = choose_draw(device)
-    kinds = [_Kind.of(model, plan.specs[0])]
+    kinds = [_Kind.of(model, plan.specs[0], device, info.max_model_len)]
     if draft is not None:
-        kinds.append(_Kind.of(draft, plan.specs[1]))
+        kinds.append(_Kind.of(draft, plan.specs[1], device, info.max_model_len))
     limits = _limits(plan)
     sizes: tuple[int, ...] = ()
     if kinds[0].flashinfer is not None and not config.runner.enforce_eager:
@@ -363,9 +372,12 @@ class _Kind(NamedTuple):
     flashinfer: Any  # None: plain torch
 
     @classmethod
-    def of(cls, model: ServedModel | Draft, spec: KVCacheSpec) -> "_Kind":
+    def of(
+        cls, model: ServedModel | Draft, spec: KVCacheSpec, device: Device, max_model_len: int
+    ) -> "_Kind":
         calls, dtype = model.attention_calls, model.kv_cache_spec.dtype
-        return cls(spec, calls, dtype, find_flashinfer(spec, calls, dtype))
+        found = find_flashinfer(spec, calls, dtype, device, max_model_len)
+        return cls(spec, calls, dtype, found)
 
     def make_attention(
         self,
@@ -455,7 +467,8 @@ def run_pass(
         top_p=ones * 0.9,
         min_p_floor=ones * -10,
         keys=torch.zeros(2, len(rows), dtype=torch.int32, device=place),
-        is_limited=True,
+        has_top_k=True,
+        has_top_p=True,
     )
     choose_token(logits.float() - 1, columns)
     return logits.shape[1]
@@ -474,24 +487,40 @@ def choose_draw(device: Device) -> Draw:
 
 
 def find_flashinfer(
-    spec: KVCacheSpec, calls: Sequence[AttentionCall], query_dtype: torch.dtype
+    spec: KVCacheSpec,
+    calls: Sequence[AttentionCall],
+    query_dtype: torch.dtype,
+    device: Device,
+    max_model_len: int,
 ) -> Any:
-    """Return the module, if it is there and serves this model; else None, and a log line says
-    why.
+    """Return the module, if it is there, serves this model and has its kernels or can compile them;
+    else None, and a log line says why.
     """
-    reason = why_not(spec, calls, query_dtype)
-    if reason is None:
+    if (lacking := why_not(spec, calls, query_dtype)) is not None:
+        reason = f"flashinfer does not serve {lacking}"
+    else:
         try:
             import flashinfer
         except (ImportError, OSError) as error:  # it writes into its cache when imported
             reason = f"flashinfer cannot be imported ({error}): {INSTALL_LINE}"
         else:
-            logger.info("attention by flashinfer %s", flashinfer.__version__)
-            return flashinfer
-    else:
-        reason = f"flashinfer does not serve {reason}"
+            try:
+                have_kernels(flashinfer, spec, calls, query_dtype, device, max_model_len)
+            except Exception as error:  # its compiler's, which have no common class
+                reason = (
+                    f"flashinfer {flashinfer.__version__} has no kernels for this model and cannot "
+                    f"compile them ({_first_line(error)}): {COMPILER_LINE}"
+                )
+            else:
+                logger.info("attention by flashinfer %s", flashinfer.__version__)
+                return flashinfer
     logger.warning("attention in plain torch, without CUDA graphs, which is slow: %s", reason)
     return None
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says first; the output of a compiler may follow."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
 
 
 # Passes of a drafting model on a device.

@@ -151,6 +151,42 @@ def test_a_missing_flashinfer_names_the_line_that_installs_it(
     assert "pip install flashinfer-python accelerate" in caplog.text
 
 
+def stand_in(fake: FakeFlashInfer) -> ModuleType:
+    module = ModuleType("flashinfer")
+    module.BatchDecodeWithPagedKVCacheWrapper = fake.BatchDecodeWithPagedKVCacheWrapper  # type: ignore[attr-defined]
+    module.BatchPrefillWithPagedKVCacheWrapper = fake.BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
+    module.__version__ = "0.7.2"  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.mark.parametrize("kernels", ["BatchDecode", "BatchPrefill"])
+def test_without_a_compiler_for_flashinfers_kernels_attention_falls_back_and_says_why(
+    kernels: str,
+    model_path: Callable[..., Path],
+    generate_reference: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As on a machine with a driver and no toolkit, where the first plan raises."""
+
+    class NoCompiler:
+        def plan(self, **settings: Any) -> None:
+            raise RuntimeError("Could not find nvcc and default cuda_home does not exist\nmore")
+
+    monkeypatch.setattr(loading, "why_not", lambda *_: None)
+    device = FakeDevice()
+    module = stand_in(FakeFlashInfer(device, None))
+    setattr(module, f"{kernels}WithPagedKVCacheWrapper", lambda *args, **kwargs: NoCompiler())
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    executor = build(settings(model_path("llama")), device)
+    assert (
+        "flashinfer 0.7.2 has no kernels for this model and cannot compile them (RuntimeError: "
+        "Could not find nvcc and default cuda_home does not exist): install the CUDA toolkit"
+    ) in caplog.text
+    prompt = list(range(30, 70))
+    assert generate(executor, prompt, 6) == generate_reference("llama", prompt, 6)
+
+
 def test_with_flashinfer_decodes_are_captured_unless_that_is_switched_off(
     model_path: Callable[..., Path],
     generate_reference: Callable[..., list[int]],
@@ -162,15 +198,12 @@ def test_with_flashinfer_decodes_are_captured_unless_that_is_switched_off(
     prompt = list(range(30, 70))
     for enforce_eager in (False, True):
         device = FakeDevice()
-        module = ModuleType("flashinfer")
         fake = FakeFlashInfer(device, None)
-        module.BatchDecodeWithPagedKVCacheWrapper = fake.BatchDecodeWithPagedKVCacheWrapper  # type: ignore[attr-defined]
-        module.BatchPrefillWithPagedKVCacheWrapper = fake.BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
-        module.__version__ = "0.7.2"  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "flashinfer", module)
+        monkeypatch.setitem(sys.modules, "flashinfer", stand_in(fake))
         executor = build(settings(model_path("llama"), enforce_eager=enforce_eager), device)
         assert generate(executor, prompt, 6) == generate_reference("llama", prompt, 6)
         assert (fake.num_captured_plans > 4) is not enforce_eager
+        assert "Compiling attention kernels: 2 of 2, " in caplog.text
         assert "Warming up: 3 of 3, " in caplog.text
         assert ("Capturing CUDA graphs: " in caplog.text) is not enforce_eager
         caplog.clear()
