@@ -68,7 +68,8 @@ class Matrix:
             run = _Run(features, engine, front, reference, self.builds, rng)
             found = await run.drive(asks)
             if {"prefix cache", "n-gram drafts", "policy switch"} & set(features):
-                found += await run.drive(asks, is_operated=False)
+                once = list({ask.kinds: ask for ask in asks}.values())
+                found += await run.drive(once, is_operated=False)
             if "prefix cache" in features:  # which others have not evicted meanwhile
                 plain = Ask(len(reference.prompts) - 1)
                 found += [(plain, await run.ask(plain)) for _ in range(2)]

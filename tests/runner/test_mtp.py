@@ -101,13 +101,13 @@ async def say(
     *,
     num_aborted: int = 0,
 ) -> list[list[int]]:
-    """Twelve requests, some with the same beginning, in a pool too small for those that run; each
+    """Eight requests, some with the same beginning, in a pool too small for those that run; each
     arrives when another one has said a random number of tokens, where the first `num_aborted` are
     aborted. Then four of them again.
     """
     rng = random.Random(4)
     shared = [rng.randrange(3, 256) for _ in range(17)]
-    own = [[rng.randrange(3, 256) for _ in range(rng.choice((1, 9, 21)))] for _ in range(12)]
+    own = [[rng.randrange(3, 256) for _ in range(rng.choice((1, 9, 21)))] for _ in range(8)]
     prompts = [shared[: rng.choice((0, 9, 17))] + token_ids for token_ids in own]
     enough = [rng.randrange(1, 12) for _ in prompts]  # tokens after which another one comes
     said_enough = [asyncio.Event() for _ in prompts]
