@@ -22,23 +22,6 @@ DOORS = ("aioserve.__main__", "aioserve.cli", "aioserve.client")
 POLICIES_KNOW = {"aioserve.scheduler"}
 
 
-def module_level_imports(path: Path) -> set[str]:
-    """Modules of this project that importing the file imports."""
-    found: set[str] = set()
-    todo: list[ast.stmt] = list(ast.parse(path.read_text()).body)
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
-            todo += node.body + node.orelse
-        elif isinstance(node, ast.ClassDef | ast.Try):
-            todo += node.body
-    return {name for name in found if name.split(".")[0] == "aioserve"}
-
-
 def all_statements(tree: ast.Module) -> Iterator[ast.AST]:
     """Statements at any depth, among which all imports are, without a look into expressions."""
     todo: list[ast.AST] = [tree]
@@ -47,6 +30,33 @@ def all_statements(tree: ast.Module) -> Iterator[ast.AST]:
         yield node
         for name in ("body", "orelse", "finalbody", "handlers", "cases"):
             todo += getattr(node, name, ())
+
+
+@functools.cache
+def imports(path: Path) -> tuple[set[str], list[ast.Import | ast.ImportFrom]]:
+    """Modules that importing the file imports, and every import that is in it: both of one parse of
+    the file, whose tree is not kept.
+    """
+    tree = ast.parse(path.read_text())
+    at_once: set[str] = set()
+    todo: list[ast.stmt] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            at_once |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            at_once.add(node.module)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            todo += node.body + node.orelse
+        elif isinstance(node, ast.ClassDef | ast.Try):
+            todo += node.body
+    every = [one for one in all_statements(tree) if isinstance(one, ast.Import | ast.ImportFrom)]
+    return at_once, every
+
+
+def module_level_imports(path: Path) -> set[str]:
+    """Modules of this project that importing the file imports."""
+    return {name for name in imports(path)[0] if name.split(".")[0] == "aioserve"}
 
 
 def module_name(path: Path) -> str:
@@ -67,10 +77,10 @@ def known_modules() -> dict[str, set[str]]:
     known = {}
     for name, path in MODULES.items():
         found: set[str] = set()
-        for node in all_statements(ast.parse(path.read_text())):
+        for node in imports(path)[1]:
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
+            elif node.module:
                 members = {f"{node.module}.{alias.name}" for alias in node.names}
                 found |= members & MODULES.keys() or {node.module}
         known[name] = found & MODULES.keys()
