@@ -143,7 +143,7 @@ def _cache() -> str:
     folder = tempfile.mkdtemp(prefix="aioserve-size-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": folder}):
-        exec(ENGINE, {})  # noqa: S102 - it stands above
+        exec(ENGINE, {})
     if not any(Path(folder).rglob("*.*")):
         raise RuntimeError("the first start has kept nothing for later ones")
     return folder
