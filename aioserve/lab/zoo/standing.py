@@ -5,6 +5,7 @@ what changes one of them is a new version.
 """
 
 import ast
+import functools
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
@@ -169,9 +170,13 @@ def _stated(struct: msgspec.Struct) -> list[tuple[str, Any]]:
     """
     return [
         (field.name, round(value, 6) if isinstance(value, float) else msgspec.to_builtins(value))
-        for field in msgspec.structs.fields(struct)
+        for field in _fields(type(struct))
         if (value := getattr(struct, field.name)) != field.default
     ]
+
+
+#: The fields of a kind, for which msgspec reads its annotations: once, not for every request.
+_fields = functools.cache(msgspec.structs.fields)
 
 
 # What is measured of a policy on the standard workloads: one number a measure, workload and seed.
