@@ -71,9 +71,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     record(log)
     paths: set[str] = set()
     for command in (
-        "compare fcfs fair --workload tiers --limit 60 --seeds 2 --slo ttft=0.5 --reading-speed 8 "
+        "compare fcfs fair --workload tiers --limit 30 --seeds 2 --slo ttft=0.5 --reading-speed 8 "
         "--requests",
-        "compare fcfs chunked_prefill --workload agents --limit 60 --seeds 2 "
+        "compare fcfs chunked_prefill --workload agents --limit 30 --seeds 2 "
         "--card h100-llama-3.1-8b --price-per-hour 2",
         f"compare fcfs --workload mixed --limit 30 --seeds 1 --fleet {fleet}",
         f"compare fcfs --workload {drafts} --seeds 1 --set runner.simulated_draft_tokens=3 "

@@ -31,6 +31,7 @@ from tests.lab.simulation.test_run import EXACT
 
 E2E = parse_measure("e2e:mean")
 NUM_LOADS = 2  # seeds
+NUM_REQUESTS = 50
 UNTOLD = '''
 from aioserve.policies.fcfs import FCFSScheduler
 
@@ -50,7 +51,7 @@ def candidate(policy: str, name: str = "") -> Candidate:
     return Candidate(name or policy, config)
 
 
-def crowd(seed: int, num_requests: int = 100) -> Workload:
+def crowd(seed: int, num_requests: int) -> Workload:
     """More requests than four seats can serve, with replies of very different lengths."""
     rng = random.Random(seed)
     requests = tuple(
@@ -67,21 +68,21 @@ def crowd(seed: int, num_requests: int = 100) -> Workload:
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
-    return measured(tmp_path_factory, NUM_LOADS)
+    return measured(tmp_path_factory, NUM_LOADS, NUM_REQUESTS)
 
 
 @pytest.fixture(scope="module")
 def sure_curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
-    """Of more runs, which leave less to chance."""
-    return measured(tmp_path_factory, 4)
+    """Of more and longer runs, which leave less to chance."""
+    return measured(tmp_path_factory, 4, 2 * NUM_REQUESTS)
 
 
-def measured(tmp_path_factory: pytest.TempPathFactory, num_loads: int) -> Curves:
+def measured(tmp_path_factory: pytest.TempPathFactory, num_loads: int, num_requests: int) -> Curves:
     file = tmp_path_factory.mktemp("policies") / "untold.py"
     file.write_text(UNTOLD)
     policies = [candidate("zoo.sjf"), candidate("zoo.mc_sf")]
     errors = Errors.parse("lognormal:0,0.5,4")
-    loads = [crowd(seed) for seed in range(num_loads)]
+    loads = [crowd(seed, num_requests) for seed in range(num_loads)]
     return measure_curves(policies, candidate(str(file), "untold"), loads, errors, E2E)
 
 
@@ -108,7 +109,7 @@ def test_a_policy_without_predictions_is_compared_as_well(curves: Curves) -> Non
 
 def test_the_same_input_gives_the_same_curves(curves: Curves) -> None:
     """The baseline is another one here: a policy does not see what others are compared with it."""
-    loads = [crowd(seed) for seed in range(NUM_LOADS)]
+    loads = [crowd(seed, NUM_REQUESTS) for seed in range(NUM_LOADS)]
     errors = Errors.parse("lognormal:4")
     again = measure_curves([candidate("zoo.sjf")], candidate("fcfs"), loads, errors, E2E)
     assert [p.value for p in again.curves[0].points] == [curves.curves[0].points[-1].value]
