@@ -265,6 +265,7 @@ async def test_a_simulated_server_says_so(browser):
 async def test_the_policy_is_switched_and_a_bad_option_is_said(browser):
     async with page(browser) as (server, tab):
         await tab.until(f"{text_of('policy')} === 'chunked_prefill'")
+        await choose_policy(tab, "chunked_prefill")
         chunk = "document.querySelector('#option-fields [name=chunk_size]')"
         assert not await tab.run("document.getElementById('options').checkVisibility()")
         assert await tab.run(f"{chunk}.value") == "64"  # as it is
@@ -347,6 +348,22 @@ async def test_a_policy_is_tried_on_live_requests_and_the_report_is_shown(browse
         assert of_these.startswith("On these ")
         assert verdict.startswith(f"{of_these} The numbers are exact")
         assert await tab.run("window.origin") == "null"
+        assert tab.problems == []
+
+
+async def test_another_policy_than_the_live_one_is_offered_and_the_same_one_is_not_tried(browser):
+    async with page(browser) as (_, tab):
+        await tab.until(f"{text_of('policy')} === 'chunked_prefill'")
+        assert await tab.run("document.getElementById('policies').value") == "fcfs"
+        await choose_policy(tab, "chunked_prefill")
+        await click(tab, "try")
+        await tab.until(f"/is what runs now: choose another/.test({text_of('switch-status')})")
+        assert await tab.run(text_of("try")) == "Try"
+        await tab.run("document.querySelector('#option-fields [name=chunk_size]').value = '16'")
+        await click(tab, "try")
+        await tab.until(f"/^Recording until /.test({text_of('switch-status')})")
+        await click(tab, "try")
+        await tab.until(f"{text_of('switch-status')} === 'Stopped.'")
         assert tab.problems == []
 
 

@@ -33,8 +33,11 @@ export class WhatIf {
     const { policies, policy } = this.story.about;
     const names = Object.keys(policies);
     if (!names.includes(policy)) names.unshift(policy);
-    byId("policies").replaceChildren(
-      ...names.map((name) => new Option(name, name, false, name === policy)), new Option("a file or module", ""));
+    const select = byId("policies");
+    const other = ["fcfs", "chunked_prefill", ...names].find((name) => name !== policy && names.includes(name)) ?? policy;
+    const chosen = select.childElementCount && ["", ...names].includes(select.value) ? select.value : other;
+    select.replaceChildren(...names.map((name) => new Option(name, name)), new Option("a file or module", ""));
+    select.value = chosen;
     this.showOptions();
     this.first = null;
     this.describe();
@@ -89,6 +92,12 @@ export class WhatIf {
     return options;
   }
 
+  isLive(policy, options) {
+    const { about } = this.story;
+    const inOrder = (values) => JSON.stringify(Object.entries(values).sort());
+    return policy === about.policy && inOrder(options) === inOrder(about.options);
+  }
+
   say(words, isBad = false) {
     byId("switch-status").textContent = words;
     byId("switch-status").classList.toggle("bad", isBad);
@@ -122,6 +131,8 @@ export class WhatIf {
     }, 500);
     try {
       const value = { policy, options: this.options(), seconds, requests };
+      if (this.isLive(policy, value.options))
+        throw new Error(`${policy} with these options is what runs now: choose another policy, or change an option.`);
       this.say(`Recording until ${plural(requests, "request")} came, for ${duration(1e3 * seconds)} at most. “Send sixty requests” makes some.`);
       const trial = await post("admin/try_policy", value, this.trying.signal);
       const said = trial.table.split("\n").find((line) => line.startsWith("On these ")) ?? "";
