@@ -72,23 +72,11 @@ class EngineConfig(Section, frozen=True, kw_only=True):
         strings, as they come from a command line: they are converted to the type of the field.
         Raises `ConfigError` that names the file or the setting.
         """
-        from aioserve.config.load import (
-            convert,
-            find_policies,
-            lay_preset,
-            read_sections,
-            set_value,
-        )
-        from aioserve.support.files import find_config
+        from aioserve.config.load import convert, read_file, set_value
 
         tree: dict[str, Any] = {}
-        if path is not None:
-            path = find_config(path)
-            tree = read_sections(path)
-            if "like" in tree:
-                lay_preset(tree, str(path))
-            convert(tree, cls, str(path))  # a bad file is named before a bad flag
-            find_policies(tree, path, {dotted for dotted, _ in overrides})
+        if path is not None:  # a bad file is named before a bad flag
+            tree = read_file(path, cls, {dotted for dotted, _ in overrides})
         for dotted, value in overrides:
             set_value(tree, dotted, value)
         return convert(tree, cls, None, strict=False)

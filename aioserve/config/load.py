@@ -32,6 +32,25 @@ def read_sections(path: Path) -> dict[str, Any]:
     return tree
 
 
+def read_file(
+    path: str | Path, cls: type[msgspec.Struct], overridden: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return what a settings file states, by section, with what its key `like` stands for. `path`
+    may be the name of a file in `configs/`; `cls` has a field for each section; `overridden` are
+    the settings that are stated elsewhere, as dotted names. Raises `ConfigError` that names the
+    file and what is wrong in it.
+    """
+    from aioserve.support.files import find_config
+
+    path = find_config(path)
+    tree = read_sections(path)
+    if "like" in tree:
+        lay_preset(tree, str(path))
+    convert(tree, cls, str(path))
+    find_policies(tree, path, overridden)
+    return tree
+
+
 def set_value(tree: dict[str, Any], dotted: str, value: Any) -> None:
     """Set the value at the path `dotted`, such as `a.b.c`, in nested dicts."""
     if isinstance(value, str) and dotted.startswith(OPTIONS):

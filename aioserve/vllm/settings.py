@@ -7,7 +7,7 @@ comes, never met half-way, and so is a policy that asks for what vLLM's runner d
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from difflib import get_close_matches
 from typing import Any
 
 import msgspec
@@ -16,8 +16,8 @@ from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from aioserve.config import SchedulerConfig
-from aioserve.config.load import convert, find_policies, read_sections
+from aioserve.config import EngineConfig, SchedulerConfig
+from aioserve.config.load import convert, read_file
 from aioserve.errors import ConfigError
 from aioserve.scheduler import BaseScheduler, load_policy
 
@@ -42,6 +42,8 @@ OF_VLLM = {
 DRAFTERS = ("ngram", "eagle", "eagle3", "mtp", "draft_model")
 #: Settings of `SchedulerConfig` that are not translated yet.
 NOT_YET = ("request_log",)
+#: Settings that belong under `KEY`, and that no other part of vLLM has beside it.
+OURS = ("policy", "options", "victim", "decision_log", "shadow", "check")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +143,10 @@ def _given(additional_config: Any) -> tuple[dict[str, Any], bool, Any]:
     """Return what the user states of `SchedulerConfig`, whether steps are to be checked, and the
     settings of a shadow.
     """
-    tree = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
+    stated_all = additional_config if isinstance(additional_config, Mapping) else {}
+    if KEY not in stated_all:
+        _check_names(stated_all)
+    tree = stated_all.get(KEY, {})
     if not isinstance(tree, Mapping):
         raise ConfigError(f"--additional-config {KEY} must be a mapping, got {tree!r:.80}")
     stated, shadow = dict(tree), read_shadow(tree)
@@ -151,14 +156,33 @@ def _given(additional_config: Any) -> tuple[dict[str, Any], bool, Any]:
         raise ConfigError(f"--additional-config {KEY}.check must be true or false, got {check!r}")
     given: dict[str, Any] = {}
     if path is not None:
-        sections = read_sections(Path(path))
-        find_policies(sections, Path(path), ())
-        given = dict(sections.get("scheduler") or {})
+        if not (isinstance(path, str) and path):
+            raise ConfigError(
+                f"--additional-config {KEY}.config must be the path of a YAML file, got {path!r}"
+            )
+        own = {f"scheduler.{name}" for name in stated}
+        given = dict(read_file(path, EngineConfig, own).get("scheduler", {}))
     given |= stated
     for name in NOT_YET:
         if given.get(name) is not None:
             raise ConfigError(f"{KEY}.{name} is not written inside vLLM yet: leave it out")
     return given, check, shadow
+
+
+def _check_names(additional_config: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` if what is stated, none of it under `KEY`, was meant to be there. The
+    names of other parts of vLLM, such as plugins of its platforms, pass.
+    """
+    for name in map(str, additional_config):
+        if name in OURS:
+            raise ConfigError(
+                f"--additional-config states {name!r} for all of vLLM: aioserve reads it under "
+                f'"{KEY}", as in \'{{"{KEY}": {{"{name}": ...}}}}\''
+            )
+        if get_close_matches(name.lower(), [KEY], cutoff=0.8):
+            raise ConfigError(
+                f"--additional-config has {name!r}, but aioserve's settings are read under {KEY!r}"
+            )
 
 
 def read_shadow(stated: Mapping[str, Any]) -> Any:

@@ -676,6 +676,9 @@ def check_policy(engine: Engine, policy: str) -> None:
         ("additional_config", {"aioserve": {"request_log": "x"}}, "request_log"),
         ("additional_config", {"aioserve": {"polcy": "fair"}}, "polcy"),
         ("additional_config", {"aioserve": {"check": 1}}, "check"),
+        ("additional_config", {"aioserve": {"config": 3}}, "must be the path of a YAML file"),
+        ("additional_config", {"policy": "fair"}, "reads it under"),
+        ("additional_config", {"aioserv": {"policy": "fair"}}, "are read under 'aioserve'"),
     ],
 )
 def test_what_is_not_translated_is_refused_by_name(
@@ -728,6 +731,34 @@ def test_settings_come_from_a_file(engine: Engine, tmp_path: Path) -> None:
     assert type(scheduler.policy).__name__ == "FairScheduler"
     assert scheduler.settings.scheduler.victim == "least_lost"
     assert scheduler.settings.scheduler.max_num_seqs == TIGHT["max_num_seqs"]
+
+
+@of("plain")
+def test_a_file_says_by_like_how_vllm_preempts(engine: Engine, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("like: vllm\nscheduler: {policy: fair}\n")
+    config = exchange(engine.llm, config=str(file)).settings.scheduler
+    assert (config.victim, config.admit_beside_preemption) == ("last_admitted", False)
+
+
+@of("plain")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("scheduler: fair", "scheduler: expected a mapping, got 'fair'"),
+        ("scheduler: [fair]", r"scheduler: expected a mapping, got \['fair'\]"),
+        ("schedulr: {policy: fair}", "Object contains unknown field `schedulr` .did you mean 'scheduler'"),
+        ("scheduler: {polcy: fair}", "Object contains unknown field `polcy` - at .* .did you mean 'policy'"),
+        ("like: sglang", "like must be one of vllm"),
+    ],
+)
+def test_a_file_of_settings_is_refused_as_by_aioserves_own_server(
+    engine: Engine, tmp_path: Path, text: str, words: str
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"serve.yaml:? {words}"):
+        exchange(engine.llm, config=str(file))
 
 
 #: The members of vLLM's `SchedulerInterface`, with what they take, that aioserve was written for.
