@@ -34,6 +34,14 @@ MISTAKES = {
         "        return step.output()\n",
         "admit() takes a Request, got '0' (mine.py:7)",
     ),
+    "halved a budget": (
+        "    def schedule(self):\n"
+        "        step = self.new_step(5 / 2)\n"
+        "        for request in list(self.running):\n            step.run(request)\n"
+        "        for request in list(self.waiting):\n            step.admit(request)\n"
+        "        return step.output()\n",
+        "must be ints (n // 2 is one, n / 2 is not) (mine.py:11)",
+    ),
     "misspelt an attribute": (
         "    def schedule(self):\n        return self.new_stop().output()\n",
         "'Mine' object has no attribute 'new_stop'\") in schedule() (mine.py:6)",

@@ -377,11 +377,20 @@ class Step(OpenStep):
         return True
 
     def output(self) -> SchedulerOutput:
-        """Freeze the step. Call it once, last."""
+        """Freeze the step. Call it once, last. Raises `PolicyError` for fractions of tokens, which
+        come of a budget or limit that is no int.
+        """
         book, kv_cache, tokens, admitted = self._book, self._kv_cache, self.tokens, self._admitted
+        total = sum(tokens.values())
+        if isinstance(total, float):
+            name, count = next((r.request_id, n) for r, n in tokens.items() if isinstance(n, float))
+            raise PolicyError(
+                f"policy {book.policy_name}: tokens are whole numbers, but {name!r} got {count!r} "
+                "in this step: the budget of a step and the max_tokens of run() and admit() must "
+                "be ints (n // 2 is one, n / 2 is not)"
+            )
         finished_req_ids = book.close_step(self)
         requests = list(tokens)
-        total = sum(tokens.values())
         if total == len(requests) and not admitted:  # nothing but decodes: most steps are
             decodes = book.decodes_of(requests)
             requests, req_ids = decodes.requests, decodes.req_ids

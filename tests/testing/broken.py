@@ -386,6 +386,19 @@ class ServesHalfARequest(SoundScheduler):
         return step.output()
 
 
+@caught_by(r"tokens are whole numbers, but '\w+' got 1\.5 in this step")
+class RunsHalfAToken(SoundScheduler):
+    """Divides a chunk by a number of requests, and does not round."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            step.run(request, 3 / 2)  # type: ignore[arg-type]
+        for request in self.waiting:
+            step.admit(request, 3 / 2)  # type: ignore[arg-type]
+        return step.output()
+
+
 # Retention.
 
 
