@@ -324,7 +324,7 @@ class KVCacheManager:
         pool.touch(computed_blocks)
         try:
             new_block_ids = pool.allocate(num_new)
-        except Exception:  # a policy's, too: its ranks may be asked for
+        except BaseException:  # a policy's, too: its ranks may be asked for, and for too long
             pool.free(reversed(computed_blocks))
             raise
         request.block_ids = computed_blocks + new_block_ids

@@ -411,11 +411,11 @@ class RequestTable:
                     before[request], keys[request] = old, (key, old[1])
             in_bulk = len(keys) * FEW >= len(self.waiting)
             self._place(keys, in_bulk)
-        except (InvariantError, *FROM_OUTSIDE):
+        except InvariantError:
             raise
         except BaseException as error:
             self._place(before, in_bulk)
-            if isinstance(error, PolicyError):
+            if isinstance(error, (PolicyError, *FROM_OUTSIDE)):
                 raise
             raise PolicyError(
                 f"policy {self.policy_name}: order() returned keys that cannot be compared: "
@@ -461,7 +461,7 @@ class RequestTable:
                 # The running number keeps equals in order of arrival, also after a preemption.
                 request.order_key = (order(request), request.order_key[1])
                 self.line_up(request)
-        except Exception:
+        except BaseException:  # a call that took too long is ended where it stands
             for request, (status, num_computed, num_preemptions, key) in zip(
                 requests, before, strict=True
             ):

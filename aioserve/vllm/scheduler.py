@@ -101,6 +101,33 @@ class _Seats(StepObserver):
         self._say()
 
 
+class _Bounded:
+    """A call of the policy that may take so many seconds. One that has not come back is ended where
+    it stands, with a `PolicyError`: no other thread of vLLM's engine core could do anything about
+    it.
+    """
+
+    __slots__ = ("_call", "_loop", "_method", "_seconds")
+
+    def __init__(self, loop: StepLoop[None], seconds: float, method: str) -> None:
+        self._loop, self._seconds, self._method = loop, seconds, method
+
+    def __enter__(self) -> None:
+        self._call = begin_call(self._seconds)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
+        end_call(self._call)
+        # In the main thread a call is ended by the latter.
+        if self._call.was_ended and isinstance(error, CallInterrupted | KeyboardInterrupt):
+            policy = innermost(self._loop.scheduler).policy
+            raise PolicyError(
+                f"policy {policy.__name__}: {self._method} had not come back after "
+                f"{self._seconds:g} s{place(error, policy)}"
+            ) from error
+
+
 class Scheduler(TheirInterface):
     """The class that `--scheduler-cls aioserve.vllm.Scheduler` names. It is called from one thread
     of vLLM's.
@@ -160,6 +187,7 @@ class Scheduler(TheirInterface):
             )
         self._asleep_until = 0.0  # on the clock: the policy holds all back; 0: it does not
         self._loop.wake = self._wake
+        self._loop.bound = partial(_Bounded, self._loop, config.stall_timeout)
         self._ends = _Ends()
         self._loop.observers.subscribe(self._ends)
         self._loop.observers.subscribe(_Seats(self._limit_seats))
@@ -272,6 +300,9 @@ class Scheduler(TheirInterface):
             except AioserveError:
                 self._items.leave(tracked.ours)
                 raise
+        except PolicyError as error:  # as of a step: its client is told that it failed, not why
+            self._refuse(request, FinishReason.ERROR, str(error), is_told=False)
+            return
         except AioserveError as error:
             self._refuse(request, FinishReason.ABORT, str(error))
             return
@@ -283,8 +314,10 @@ class Scheduler(TheirInterface):
         if structured is not None:
             self._structured.add(request.request_id)
 
-    def _refuse(self, request: TheirRequest, reason: FinishReason, why: str) -> None:
-        """End a request that the policy never saw."""
+    def _refuse(
+        self, request: TheirRequest, reason: FinishReason, why: str, *, is_told: bool = True
+    ) -> None:
+        """End a request that waits in no line; its client is told why if `is_told`."""
         logger.warning("request %s is refused: %s", request.request_id, why)
         request.status = ENDS[reason]
         self._note_finished(request)
@@ -292,7 +325,7 @@ class Scheduler(TheirInterface):
             request.request_id,
             [],
             finish_reason=reason,
-            stop_reason=why,
+            stop_reason=why if is_told else None,
             events=request.take_events(),
             trace_headers=request.trace_headers,
         )
@@ -360,7 +393,7 @@ class Scheduler(TheirInterface):
         if due is not None and due <= self._clock():
             loop.expire_requests()
         if not loop.is_paused and loop.scheduler.has_requests() and self._is_time():
-            step = self._plan()
+            step = loop.plan()
             self._note_idle(step)
             if self.checks is not None:
                 told = None if step is None else step.output
@@ -384,31 +417,6 @@ class Scheduler(TheirInterface):
             )
         self._handed.append(_Handed(plan, step, masked))
         return plan
-
-    def _plan(self) -> StepInFlight[None] | None:
-        """Ask the policy. A call that does not come back is ended where it stands, and counts as
-        a failure of the policy: no other thread of vLLM's engine core could do anything about it.
-        """
-        seconds = self.settings.scheduler.stall_timeout
-        call = begin_call(seconds)
-        step: StepInFlight[None] | None = None
-        ended_by: BaseException | None = None
-        try:
-            step = self._loop.plan()
-        except (CallInterrupted, KeyboardInterrupt) as error:  # in the main thread the latter
-            if not call.was_ended:
-                raise
-            ended_by = error
-        finally:
-            end_call(call)
-        if ended_by is None:
-            return step
-        policy = type(self.policy)
-        where = place(ended_by, policy)
-        self._loop.give_up_plan(
-            PolicyError(f"policy {policy.__name__} planned for {seconds:g} s without end{where}")
-        )
-        return None
 
     def _is_time(self) -> bool:
         """Return whether to ask the policy: vLLM does every millisecond while a policy holds all

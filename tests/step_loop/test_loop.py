@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -73,6 +75,15 @@ class Bench:
             self.now += 1
         loop.end_turn()
         return ended
+
+
+@contextmanager
+def bound(method: str) -> Iterator[None]:
+    """What a driver does that ends calls which do not come back, by raising in them."""
+    try:
+        yield
+    except CallInterrupted as error:
+        raise PolicyError(f"{method} takes too long") from error
 
 
 def test_a_driver_without_asyncio_serves_requests_to_their_end() -> None:
@@ -190,8 +201,6 @@ def test_the_loop_needs_neither_asyncio_streams_nor_the_engine() -> None:
 
 
 def test_a_plan_that_is_given_up_costs_the_requests_that_it_had_reached_alone() -> None:
-    """A driver may end a call of the policy that does not come back, by raising in it."""
-
     class Interrupted(FCFSScheduler):
         is_ended = False
 
@@ -207,12 +216,46 @@ def test_a_plan_that_is_given_up_costs_the_requests_that_it_had_reached_alone() 
     bench = Bench(Interrupted)
     bench.add("a")
     bench.add("b")
-    with pytest.raises(CallInterrupted):
-        bench.loop.plan()
-    bench.loop.give_up_plan(PolicyError("it planned without end"))
+    bench.loop.bound = bound
+    assert bench.loop.plan() is None
     [(failed, error)] = bench.loop.failed
     assert failed == ["a"]
-    assert str(error) == "it planned without end"
+    assert str(error).startswith("schedule() takes too long (")  # with the line
     step = bench.loop.plan()
     assert step is not None
     assert list(step.output.num_scheduled_tokens) == ["b"]
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+def test_an_order_that_is_given_up_loses_no_request(preempts: bool) -> None:
+    """Asked for when a request comes, and when one is preempted."""
+
+    class Interrupted(FCFSScheduler):
+        num_raised = 0
+
+        def order(self, request: Request) -> Any:
+            if self.num_steps and not self.num_raised and (request.num_preemptions > 0) == preempts:
+                self.num_raised += 1
+                raise CallInterrupted
+            return super().order(request)
+
+        def schedule(self) -> SchedulerOutput:
+            if not self.num_steps or self.num_raised or not preempts:
+                return super().schedule()
+            step = self.new_step()
+            step.preempt(self.running[0])
+            return step.output()
+
+    bench = Bench(Interrupted)
+    bench.loop.bound = bound
+    bench.add("a")
+    bench.turn()
+    if not preempts:
+        with pytest.raises(PolicyError, match=r"add_request\(\) takes too long"):
+            bench.add("b")
+    assert [name for _ in range(5) for name in bench.turn()] == ["a"]
+    scheduler = bench.loop.scheduler
+    assert isinstance(scheduler, Interrupted)
+    assert scheduler.num_raised == bench.loop.failures.count == 1
+    assert not scheduler.has_unfinished_requests()
+    assert scheduler.kv_cache.pool.num_used_blocks == 0

@@ -477,6 +477,30 @@ class Loops(Sees):
         return super().schedule()
 
 
+class LoopsInOrder(Sees):
+    """From the third request on."""
+
+    def order(self, request: Request) -> float:
+        while self.seen_by_itself >= 2:
+            pass
+        self.seen_by_itself += 1
+        return super().order(request)
+
+    seen_by_itself = 0
+
+
+class HalvesTokens(Sees):
+    """Forgets to round."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in step.run_decodes():
+            step.run(request)
+        for request in list(self.waiting)[:1]:
+            step.admit(request, 15 / 2)  # type: ignore[arg-type]
+        return step.output()
+
+
 class Nonsense(Sees):
     def schedule(self) -> SchedulerOutput:
         return super().schedule() if self.num_steps <= 3 else None  # type: ignore[return-value]
@@ -547,7 +571,7 @@ def test_hints_reach_the_policy(engine: Engine) -> None:
 
 
 @of("plain", "asynchronous")
-@pytest.mark.parametrize("policy", ["Raises", "Loops", "Nonsense"])
+@pytest.mark.parametrize("policy", ["Raises", "Loops", "LoopsInOrder", "HalvesTokens", "Nonsense"])
 def test_a_policy_that_fails_is_replaced_and_vllm_goes_on(engine: Engine, policy: str) -> None:
     scheduler = exchange(
         engine.llm, policy=f"{HERE}:{policy}", check=True, stall_timeout=PATIENCE_OF_LOOPS
@@ -747,8 +771,14 @@ def test_a_file_says_by_like_how_vllm_preempts(engine: Engine, tmp_path: Path) -
     [
         ("scheduler: fair", "scheduler: expected a mapping, got 'fair'"),
         ("scheduler: [fair]", r"scheduler: expected a mapping, got \['fair'\]"),
-        ("schedulr: {policy: fair}", "Object contains unknown field `schedulr` .did you mean 'scheduler'"),
-        ("scheduler: {polcy: fair}", "Object contains unknown field `polcy` - at .* .did you mean 'policy'"),
+        (
+            "schedulr: {policy: fair}",
+            "Object contains unknown field `schedulr` .did you mean 'scheduler'",
+        ),
+        (
+            "scheduler: {polcy: fair}",
+            "Object contains unknown field `polcy` - at .* .did you mean 'policy'",
+        ),
         ("like: sglang", "like must be one of vllm"),
     ],
 )
