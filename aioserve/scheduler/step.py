@@ -377,9 +377,7 @@ class Step(OpenStep):
         return True
 
     def output(self) -> SchedulerOutput:
-        """Freeze the step. Call it once, last. Raises `PolicyError` for fractions of tokens, which
-        come of a budget or limit that is no int.
-        """
+        """Freeze the step. Call it once, last. Raises `PolicyError` for fractions of tokens."""
         book, kv_cache, tokens, admitted = self._book, self._kv_cache, self.tokens, self._admitted
         total = sum(tokens.values())
         if isinstance(total, float):
