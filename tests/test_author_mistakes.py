@@ -40,7 +40,7 @@ MISTAKES = {
         "        for request in list(self.running):\n            step.run(request)\n"
         "        for request in list(self.waiting):\n            step.admit(request)\n"
         "        return step.output()\n",
-        "must be ints (n // 2 is one, n / 2 is not) (mine.py:11)",
+        "max_tokens must be ints (n // 2) (mine.py:11)",
     ),
     "misspelt an attribute": (
         "    def schedule(self):\n        return self.new_stop().output()\n",

@@ -381,11 +381,9 @@ class Step(OpenStep):
         book, kv_cache, tokens, admitted = self._book, self._kv_cache, self.tokens, self._admitted
         total = sum(tokens.values())
         if isinstance(total, float):
-            name, count = next((r.request_id, n) for r, n in tokens.items() if isinstance(n, float))
             raise PolicyError(
-                f"policy {book.policy_name}: tokens are whole numbers, but {name!r} got {count!r} "
-                "in this step: the budget of a step and the max_tokens of run() and admit() must "
-                "be ints (n // 2 is one, n / 2 is not)"
+                f"policy {book.policy_name}: a request gets a whole number of tokens, not one of "
+                f"{[*tokens.values()]!r:.60}: budgets and max_tokens must be ints (n // 2)"
             )
         finished_req_ids = book.close_step(self)
         requests = list(tokens)

@@ -386,7 +386,7 @@ class ServesHalfARequest(SoundScheduler):
         return step.output()
 
 
-@caught_by(r"tokens are whole numbers, but '\w+' got 1\.5 in this step")
+@caught_by(r"a request gets a whole number of tokens, not one of \[1\.5")
 class RunsHalfAToken(SoundScheduler):
     """Divides a chunk by a number of requests, and does not round."""
 
