@@ -10,7 +10,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -231,23 +230,10 @@ class PolicyFailures:
         self.num_in_row = 0
 
 
-def _unbounded(method: str) -> AbstractContextManager[None]:
-    """Return a context that lets a call of the policy take as long as it does."""
-    return _NO_BOUND
-
-
-_NO_BOUND = nullcontext()
-
-
 class PolicyGuard:
     """The scheduler of one engine while its policy may fail: with an error, by ending requests
     itself, or by a result that is none. With `raises` a failure is raised and nothing goes on.
     """
-
-    #: By the name of a method of the scheduler, the context of a call in which the policy's own
-    #: code runs. A driver whose thread would stand still for ever sets one that ends such a call,
-    #: as a failure of the policy: it raises `PolicyError`.
-    bound: Callable[[str], AbstractContextManager[Any]] = staticmethod(_unbounded)
 
     def __init__(
         self,
@@ -280,7 +266,7 @@ class PolicyGuard:
         in order has failed as in a step: `PolicyError`, or the fallback takes the request.
         """
         try:
-            with blamed(self.scheduler.policy, "add_request()"), self.bound("add_request()"):
+            with blamed(self.scheduler.policy, "add_request()"):
                 self.scheduler.add_request(request)
         except PolicyError as error:
             if self._raises or not (self._note_failure(error) and self._fall_back(error)):
@@ -293,8 +279,7 @@ class PolicyGuard:
         """Ask the policy. If it fails, the requests of that step do, and the engine goes on."""
         num_before = self.scheduler.get_num_unfinished_requests()
         try:
-            with self.bound("schedule()"):
-                output = self.scheduler.schedule()
+            output = self.scheduler.schedule()
             if not isinstance(output, SchedulerOutput) or output.step_id <= self._last_step_id:
                 raise PolicyError(
                     f"policy {self._policy}: schedule() must return the output() of a new step, "
@@ -316,8 +301,7 @@ class PolicyGuard:
         observers, scheduler = self.observers, self.scheduler
         num_before = scheduler.get_num_unfinished_requests() if observers.ended else 0
         try:
-            with self.bound("update_from_output()"):
-                outputs = scheduler.update_from_output(output, result)
+            outputs = scheduler.update_from_output(output, result)
             if not isinstance(outputs, dict):
                 raise PolicyError(
                     f"policy {self._policy}: update_from_output() must return what the method of "
@@ -398,8 +382,7 @@ class PolicyGuard:
     # What observers hear of, too.
 
     def _switch(self, settings: SchedulerConfig) -> None:
-        with self.bound("switch()"):
-            self.scheduler = self.scheduler.switch(settings)
+        self.scheduler = self.scheduler.switch(settings)
         self.observers.tell(self.observers.switched, settings)
 
     def _finish(self, request_ids: Iterable[str] | None, status: RequestStatus) -> list[str]:
@@ -511,8 +494,7 @@ class StepLoop(PolicyGuard, Generic[T]):
         Returns a plan without tokens that tells the runner of it. Raises what the scheduler raises.
         """
         try:
-            with self.bound("vacate()"):
-                output = self.scheduler.vacate()
+            output = self.scheduler.vacate()
         except PolicyError as error:
             self._discard(error, self.scheduler.get_num_unfinished_requests())
             raise

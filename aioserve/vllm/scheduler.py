@@ -31,7 +31,6 @@ from aioserve.config import SchedulerConfig
 from aioserve.engine.step_loop import PolicyFailures, StepInFlight, StepLoop, StepObserver
 from aioserve.errors import (
     AioserveError,
-    CallInterrupted,
     InvariantError,
     PolicyError,
     RequestRejectedError,
@@ -47,10 +46,10 @@ from aioserve.scheduler import (
     SchedulerInterface,
     SchedulerOutput,
 )
-from aioserve.scheduler.blame import blamed, place
+from aioserve.scheduler.blame import blamed
 from aioserve.scheduler.delegate import innermost
 from aioserve.scheduler.results import take_drafts
-from aioserve.testing.violation import begin_call, end_call
+from aioserve.vllm.bounded import BoundedScheduler
 from aioserve.vllm.caches import BlockEvents, DraftHeadPrefixes, EncoderItems
 from aioserve.vllm.plans import RunnerPlans
 from aioserve.vllm.requests import ENDS, REASONS, STATUSES, Arrivals, Tracked, to_ours
@@ -101,33 +100,6 @@ class _Seats(StepObserver):
         self._say()
 
 
-class _Bounded:
-    """A call of the policy that may take so many seconds. One that has not come back is ended where
-    it stands, with a `PolicyError`: no other thread of vLLM's engine core could do anything about
-    it.
-    """
-
-    __slots__ = ("_call", "_loop", "_method", "_seconds")
-
-    def __init__(self, loop: StepLoop[None], seconds: float, method: str) -> None:
-        self._loop, self._seconds, self._method = loop, seconds, method
-
-    def __enter__(self) -> None:
-        self._call = begin_call(self._seconds)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
-    ) -> None:
-        end_call(self._call)
-        # In the main thread a call is ended by the latter.
-        if self._call.was_ended and isinstance(error, CallInterrupted | KeyboardInterrupt):
-            policy = innermost(self._loop.scheduler).policy
-            raise PolicyError(
-                f"policy {policy.__name__}: {self._method} had not come back after "
-                f"{self._seconds:g} s{place(error, policy)}"
-            ) from error
-
-
 class Scheduler(TheirInterface):
     """The class that `--scheduler-cls aioserve.vllm.Scheduler` names. It is called from one thread
     of vLLM's.
@@ -170,7 +142,7 @@ class Scheduler(TheirInterface):
         )
         config = settings.scheduler
         self._loop: StepLoop[None] = StepLoop(
-            self._make_policy(),
+            BoundedScheduler(self._make_policy(), config.stall_timeout),
             depth=config.depth,
             clock=self._clock,
             stall_timeout=config.stall_timeout,
@@ -187,7 +159,6 @@ class Scheduler(TheirInterface):
             )
         self._asleep_until = 0.0  # on the clock: the policy holds all back; 0: it does not
         self._loop.wake = self._wake
-        self._loop.bound = partial(_Bounded, self._loop, config.stall_timeout)
         self._ends = _Ends()
         self._loop.observers.subscribe(self._ends)
         self._loop.observers.subscribe(_Seats(self._limit_seats))

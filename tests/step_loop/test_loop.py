@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.scheduler import SchedulerOutput
+from aioserve.scheduler.delegate import DelegatingScheduler, innermost
 
 
 class Notes(StepObserver):
@@ -77,13 +76,20 @@ class Bench:
         return ended
 
 
-@contextmanager
-def bound(method: str) -> Iterator[None]:
-    """What a driver does that ends calls which do not come back, by raising in them."""
-    try:
-        yield
-    except CallInterrupted as error:
-        raise PolicyError(f"{method} takes too long") from error
+class Bounded(DelegatingScheduler):
+    """As where a driver ends calls that do not come back, by raising in them."""
+
+    def add_request(self, request: Request) -> None:
+        try:
+            super().add_request(request)
+        except CallInterrupted as error:
+            raise PolicyError("add_request() takes too long") from error
+
+    def schedule(self) -> SchedulerOutput:
+        try:
+            return super().schedule()
+        except CallInterrupted as error:
+            raise PolicyError("schedule() takes too long") from error
 
 
 def test_a_driver_without_asyncio_serves_requests_to_their_end() -> None:
@@ -216,7 +222,7 @@ def test_a_plan_that_is_given_up_costs_the_requests_that_it_had_reached_alone() 
     bench = Bench(Interrupted)
     bench.add("a")
     bench.add("b")
-    bench.loop.bound = bound
+    bench.loop.scheduler = Bounded(bench.loop.scheduler)
     assert bench.loop.plan() is None
     [(failed, error)] = bench.loop.failed
     assert failed == ["a"]
@@ -247,14 +253,14 @@ def test_an_order_that_is_given_up_loses_no_request(preempts: bool) -> None:
             return step.output()
 
     bench = Bench(Interrupted)
-    bench.loop.bound = bound
+    bench.loop.scheduler = Bounded(bench.loop.scheduler)
     bench.add("a")
     bench.turn()
     if not preempts:
         with pytest.raises(PolicyError, match=r"add_request\(\) takes too long"):
             bench.add("b")
     assert [name for _ in range(5) for name in bench.turn()] == ["a"]
-    scheduler = bench.loop.scheduler
+    scheduler = innermost(bench.loop.scheduler)
     assert isinstance(scheduler, Interrupted)
     assert scheduler.num_raised == bench.loop.failures.count == 1
     assert not scheduler.has_unfinished_requests()
