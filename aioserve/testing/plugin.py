@@ -286,7 +286,8 @@ def pytest_terminal_summary(
                 f"{call.num_running} requests running and {call.num_waiting} waiting"
             )
     if config.stash.get(BROKEN, ()) and not config.getoption("maxfail"):
-        terminalreporter.write_sep("=", "tests end with the first broken rule (--maxfail=99: all)")
+        more = "all: check --all, pytest --maxfail=99"
+        terminalreporter.write_sep("=", f"the first broken rule ends it; {more}")
 
 
 def _is_of_contract(item: pytest.Item) -> bool:

@@ -55,8 +55,9 @@ def contract_command(folder: str) -> list[str]:
             )
     settings = Path(folder, "pytest.ini")
     # No rule is a coroutine, and plugins that the user's environment has would warn of this file.
+    # A summary (-rN: none) would name rules by a path through the empty folder.
     unused = " ".join(f"-p no:{name}" for name in ("cacheprovider", "asyncio", "schemathesis"))
-    settings.write_text(f"[pytest]\naddopts = --noconftest {unused}\n")
+    settings.write_text(f"[pytest]\naddopts = -rN --noconftest {unused}\n")
     command = [sys.executable, "-m", "pytest", "-q", f"--rootdir={folder}", "-c", str(settings)]
     if not any(point.value == PLUGIN for point in entry_points(group="pytest11")):
         command += ["-p", PLUGIN]  # aioserve is on the path and not installed

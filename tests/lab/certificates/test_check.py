@@ -26,6 +26,8 @@ def test_a_broken_policy_is_told_with_a_program_and_exit_code_1(tmp_path: Path) 
     assert code == 1, output
     assert "finish_requests must return a list of the ids that ended, got None" in output
     assert "To reproduce:" in output
+    assert "all: check --all, pytest" in output
+    assert "::" not in output  # no path of pytest's, through a folder that is gone
 
 
 @pytest.mark.slow
