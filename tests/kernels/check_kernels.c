@@ -80,11 +80,8 @@ static double uniform(void) {
     return (state >> 11) * 0x1p-53;
 }
 
-static double normal(void) {
-    double sum = -6;
-    for (int i = 0; i < 12; i++) sum += uniform();
-    return sum;
-}
+// Nearly: the sum of four, of variance 1. Half of all time went into sums of twelve.
+static double normal(void) { return (uniform() + uniform() + uniform() + uniform() - 2) * sqrt(3); }
 
 static double square(double x) { return x * x; }
 
