@@ -1,8 +1,9 @@
 """Tab in real shells, and what it offers on any line."""
 
+import functools
+import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from aioserve.cli.main import COMMANDS, TOOLS, main
 from aioserve.config import iter_settings
 from aioserve.scheduler import available_policies
 from aioserve.support.files import config_names
+from tests import processes
 from tests.console.terminal import at_terminal
 from tests.processes import PATIENCE
 
@@ -26,70 +28,76 @@ def path(tmp_path: Path) -> str:
     return f"{tmp_path}:{os.environ['PATH']}"
 
 
-def offered(line: str) -> list[str]:
-    """What the program tells a shell that asks what may follow."""
+#: Asks what the program tells a shell, in a process of its own for each line: forked where its
+#: parsers are loaded. argcomplete answers on file 8.
+ASKING = """
+import json, os, sys
+from aioserve.cli.main import main
+
+offers = {}
+for line in json.loads(sys.argv.pop()):
     answer, asked = os.pipe()
-    try:
-        os.set_inheritable(asked, True)
-        # argcomplete answers on file 8.
-        code = "import os, sys; os.dup2(int(sys.argv[1]), 8); os.execv(sys.argv[2], sys.argv[2:])"
-        subprocess.run(
-            [sys.executable, "-c", code, str(asked), sys.executable, "-m", "aioserve"],
-            env={
-                **os.environ,
-                "COMP_LINE": line,
-                "COMP_POINT": str(len(line)),
-                "_ARGCOMPLETE": "1",
-            },
-            cwd=ROOT,
-            close_fds=False,
-            timeout=PATIENCE,
-            check=True,
-        )
-    finally:
-        os.close(asked)
+    child = os.fork()
+    if not child:
+        os.dup2(asked, 8)
+        os.environ |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE": "1"}
+        try:
+            main()
+        finally:
+            os._exit(1)
+    os.close(asked)
     with os.fdopen(answer) as file:
-        return [word.strip() for word in file.read().split("\v")]
+        said = file.read()
+    assert os.waitpid(child, 0)[1] == 0, line
+    offers[line] = [word.strip() for word in said.split("\\v")]
+print(json.dumps(offers))
+"""
+LINES: dict[str, set[str]] = {
+    "aioserve --policy f": {"fair", "fcfs"},
+    "aioserve serve --shadow-policy hr": {"hrrn"},
+    "aioserve --dtype f": {"float32", "float16"},
+    "aioserve --model embed": {"embedded"},
+    "aioserve --config configs/f": {f"configs/{n}.yaml" for n in config_names() if n[0] == "f"},
+    "aioserve compare --workload mix": {"mixed"},
+    "aioserve compare fcfs chunk": {"chunked_prefill"},
+    "aioserve sweep --set scheduler.po": {"scheduler.policy="},
+    "aioserve --tool-call-parser he": {"hermes"},
+    "aioserve --reasoning-parser a": {"auto"},
+    "aioserve chat --sam": {"--sampling"},
+    "aioserve fetch s": {"smollm2"},
+    "aioserve completion z": {"zsh"},
+    "aioserve no-such-command": {""},
+}
+OTHER_LINES = ("aioserve ", "aioserve --", "aioserve --policy ")
+
+
+@functools.cache
+def offers() -> dict[str, list[str]]:
+    """By line, what the program tells a shell that asks what may follow."""
+    lines = json.dumps([*LINES, *OTHER_LINES])
+    asked = processes.run(sys.executable, "-c", ASKING, lines, cwd=ROOT)
+    assert asked.returncode == 0, asked.stderr
+    found: dict[str, list[str]] = json.loads(asked.stdout)
+    return found
 
 
 def test_the_first_word_is_a_command_or_a_flag() -> None:
-    assert set(offered("aioserve ")) == {*COMMANDS, *TOOLS}
-    flags = offered("aioserve --")
+    assert set(offers()["aioserve "]) == {*COMMANDS, *TOOLS}
+    flags = offers()["aioserve --"]
     for _, field in iter_settings():
         if not field.name.endswith("options"):
             assert f"--{field.name.replace('_', '-')}" in flags
 
 
-@pytest.mark.parametrize(
-    ("line", "names"),
-    [
-        ("aioserve --policy f", {"fair", "fcfs"}),
-        ("aioserve serve --shadow-policy hr", {"hrrn"}),
-        ("aioserve --dtype f", {"float32", "float16"}),
-        ("aioserve --model embed", {"embedded"}),
-        (
-            "aioserve --config configs/f",
-            {f"configs/{n}.yaml" for n in config_names() if n[0] == "f"},
-        ),
-        ("aioserve compare --workload mix", {"mixed"}),
-        ("aioserve compare fcfs chunk", {"chunked_prefill"}),
-        ("aioserve sweep --set scheduler.po", {"scheduler.policy="}),
-        ("aioserve --tool-call-parser he", {"hermes"}),
-        ("aioserve --reasoning-parser a", {"auto"}),
-        ("aioserve chat --sam", {"--sampling"}),
-        ("aioserve fetch s", {"smollm2"}),
-        ("aioserve completion z", {"zsh"}),
-        ("aioserve no-such-command", {""}),
-    ],
-)
+@pytest.mark.parametrize(("line", "names"), LINES.items())
 def test_names_are_offered_where_they_are_taken(line: str, names: set[str]) -> None:
-    words = offered(line)
+    words = offers()[line]
     assert names <= set(words)
     assert all(word.startswith(line.rpartition(" ")[2]) for word in words if word)
 
 
 def test_all_installed_policies_are_offered() -> None:
-    assert set(available_policies()) <= set(offered("aioserve --policy "))
+    assert set(available_policies()) <= set(offers()["aioserve --policy "])
 
 
 @pytest.mark.parametrize(
