@@ -71,7 +71,7 @@ def check_hints(hints: Mapping[str, object]) -> None:
             raise RequestError(
                 f"hints.{name} must be a text, a number or a flag, got {value!r:.80}", "hints"
             )
-        elif not math.isfinite(value) or abs(value) >= 2**63:
+        elif abs(value) >= 2**63 or not math.isfinite(value):  # in this order: int may be no float
             raise RequestError(f"hints.{name} must be a finite 64-bit number, got {value}", "hints")
 
 

@@ -61,6 +61,7 @@ def noting(tmp_path: Path) -> str:
         ({"a": [1]}, "a text, a number or a flag"),
         ({"a": float("nan")}, "finite"),
         ({"a": 2**63}, "finite 64-bit"),
+        ({"a": 10**400}, "finite 64-bit"),  # no float has as much
         ([("a", 1)], "must be a map"),
     ],
 )

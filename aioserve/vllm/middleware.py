@@ -8,6 +8,7 @@ what a client says elsewhere is written there, under the names that aioserve's o
 What the body states in `vllm_xargs` itself counts more. Replies are not touched.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
@@ -113,9 +114,10 @@ def _of_headers(headers: dict[bytes, bytes]) -> Iterator[tuple[str, str | float]
 
 def _number(text: str) -> float | None:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return None
+    return number if math.isfinite(number) else None  # JSON has no other numbers
 
 
 def _size(message: Message) -> int:

@@ -24,7 +24,7 @@ from vllm.v1.request import Request as TheirRequest
 from vllm.v1.request import RequestStatus as TheirStatus
 
 from aioserve.config import SchedulerConfig
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, RequestError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.lab.decision_log.recorder import LogWriter, RecordSink, plain_settings
 from aioserve.lab.decision_log.records import (
@@ -160,7 +160,10 @@ class Notes:
 
     def added(self, theirs: TheirRequest) -> None:
         now = time.monotonic()
-        request = to_ours(theirs, self._arrivals).ours
+        try:
+            request = to_ours(theirs, self._arrivals).ours
+        except RequestError:  # of which vLLM takes more than aioserve has words for
+            request = to_ours(theirs, self._arrivals, only_ordered=True).ours
         self._observed.add(theirs.request_id, request)
         self._short.add(request.request_id)
         self._sink.write(Added(now, request.spec, None))

@@ -130,7 +130,8 @@ def to_ours(
 ) -> Tracked:
     """Return the request as aioserve sees it; `arrivals` returns times of aioserve's clock. With
     `whole_images`, the tokens of an image or sound run in one step. `only_ordered`: vLLM's own
-    scheduler serves it, so that prompt embeddings stand as tokens 0, and images are left out.
+    scheduler serves it, so that prompt embeddings stand as tokens 0, images are left out, and what
+    is no deadline counts as none.
     Raises `RequestError` for what is not translated.
     """
     if theirs.resumable:
@@ -146,7 +147,7 @@ def to_ours(
     # wants no cache.
     needs_all = theirs.skip_reading_prefix_cache
     arrival_time = arrivals(theirs.arrival_time)
-    deadline = _number(extra, DEADLINE)
+    deadline = _number(extra, DEADLINE, or_none=only_ordered)
     eos = None if params is None else params.eos_token_id
     lora = theirs.lora_request
     spec = RequestSpec(
@@ -211,13 +212,16 @@ def hints_of(session_id: str | None, extra: Mapping[str, Any]) -> Hints:
     return found
 
 
-def _number(extra: Mapping[str, Any], name: str) -> float | None:
-    """Return a number of seconds that `extra_args` state. Raises `RequestError` for what is
-    none.
+def _number(extra: Mapping[str, Any], name: str, *, or_none: bool) -> float | None:
+    """Return a number of seconds that `extra_args` state. What is none of them is None if `or_none`
+    says so, and a `RequestError` otherwise.
     """
     value = extra.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and value > 0):
+        if or_none:
+            return None
         raise RequestError(f"vllm_xargs.{name} must be seconds above 0, got {value!r:.80}", name)
     return float(value)

@@ -21,7 +21,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.records import Added
-from aioserve.vllm.middleware import HintsMiddleware
+from aioserve.vllm.middleware import HintsMiddleware, with_hints
 from tests.vllm.inside import BLOCK_SIZE, MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -197,6 +197,19 @@ def test_a_body_that_comes_in_pieces_is_read_whole_and_its_length_told() -> None
     [body], headers = heard("/v1/completions", [b'{"user"', b': "a"}'])
     assert json.loads(body)["vllm_xargs"] == {"user": "a", "slo_class": "gold"}
     assert headers[b"content-length"] == b"%d" % len(body)
+
+
+def test_numbers_that_json_lacks_are_no_hints() -> None:
+    """A deadline that is none is refused by its name, as a text."""
+    headers = [
+        (b"X-SLO-TTFT-ms", b"nan"),
+        (b"X-SLO-TPOT-ms", b"50"),
+        (b"X-Request-Timeout", b"inf"),
+    ]
+    assert json.loads(with_hints(b"{}", headers))["vllm_xargs"] == {
+        "slo_tpot": 0.05,
+        "deadline": "inf",
+    }
 
 
 def test_other_routes_and_long_bodies_pass_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from vllm.v1.request import Request as TheirRequest
 from aioserve.errors import ConfigError
 from aioserve.scheduler import OrderPart, Request
 from aioserve.vllm import PolicyScheduler, Scheduler
+from aioserve.vllm.policy_scheduler import Line
 from tests.models import make_model
 from tests.vllm.inside import (
     TIGHT,
@@ -95,23 +96,26 @@ def test_a_client_with_many_requests_gives_way_to_one_with_few(llm: LLM) -> None
     assert {"light0", "light1"} <= set(first_served(llm, requests)[:4])
 
 
-def test_a_request_that_has_no_counterpart_comes_behind_the_others(llm: LLM) -> None:
-    """Its deadline is none."""
-    engine = llm.llm_engine
-    scheduler = exchange(llm, PolicyScheduler, order="priority", budget="chunk")
-    for i, (name, extra) in enumerate({"odd": {"deadline": -1}, "plain": {}}.items()):
-        params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True, extra_args=extra)
-        engine.add_request(name, ids(5 + 90 * i, 90), params)
-    found: list[str] = []
-    while engine.has_unfinished_requests():
-        found += [o.request_id for o in engine.step() if o.request_id not in found]
-    assert found == ["plain", "odd"]
+def test_what_is_no_deadline_counts_as_none(llm: LLM) -> None:
+    scheduler = exchange(llm, PolicyScheduler, order="deadline")
+    for name, deadline in {"odd": -1, "text": "soon", "late": 60.0}.items():
+        params = SamplingParams(max_tokens=4, extra_args={"deadline": deadline})
+        scheduler.parts.add(TheirRequest(name, [1] * 20, params, None))
+    waiting = scheduler.parts.policy.waiting
+    assert {request.request_id: request.deadline is None for request in waiting} == {
+        "odd": True,
+        "text": True,
+        "late": False,
+    }
     assert scheduler.parts.error is None
 
 
 def test_requests_that_vllm_alone_can_serve_have_their_place_in_the_order(llm: LLM) -> None:
-    """Prompt embeddings, and images that share a place, as those of a video and its sound do."""
+    """Prompt embeddings, and images that share a place, as those of a video and its sound do;
+    streaming input comes behind the others.
+    """
     scheduler = exchange(llm, PolicyScheduler, order="priority")
+    line = Line(scheduler.parts)
     params = SamplingParams(max_tokens=4)
     shared: Any = [
         SimpleNamespace(identifier=name, mm_position=PlaceholderRange(offset=offset, length=8))
@@ -125,11 +129,15 @@ def test_requests_that_vllm_alone_can_serve_have_their_place_in_the_order(llm: L
         TheirRequest("stream", [1] * 20, params, None, resumable=True, priority=-1),
     ):
         scheduler.parts.add(request)
+        line.add_request(request)
     assert scheduler.parts.error is None
     policy = scheduler.parts.policy
     waiting = [(request.request_id, request.num_tokens) for request in policy.waiting]
     assert waiting == [("images", 20), ("embeds", 9), ("last", 20)]
     assert not scheduler.parts.knows("stream")
+    scheduler.parts.begin([])
+    order = [line.pop_request().request_id for _ in range(4)]
+    assert order == ["images", "embeds", "last", "stream"]
 
 
 class Fails(OrderPart):

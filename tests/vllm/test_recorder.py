@@ -181,6 +181,20 @@ def test_what_is_not_translated_ends_the_log_and_no_request(
     assert len(list(DecisionLog(path))) == 1  # the request before
 
 
+def test_a_deadline_that_is_none_ends_no_log(tmp_path: Path) -> None:
+    """Any client may state one, and under vLLM's own scheduler it means nothing."""
+    path = tmp_path / "traffic.log"
+    given = parts({"aioserve": {"decision_log": str(path)}})
+    hasher = given.pop("hasher")
+    recorder = Recorder(**given)
+    params = SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"deadline": "soon"})
+    recorder.add_request(Request("odd", [3, 4], params, None, block_hasher=hasher))
+    back(recorder, recorder.schedule(), {"odd": 2})
+    recorder.shutdown()
+    kinds = [type(record).__name__ for record in DecisionLog(path)]
+    assert kinds == ["Added", "Planned", "Updated", "Closed"]
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
