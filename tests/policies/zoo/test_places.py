@@ -1,5 +1,6 @@
 """Policies that choose whose memory or seat another request gets, and for what."""
 
+from math import log
 from typing import Any
 
 import pytest
@@ -120,3 +121,45 @@ def test_superinfer_without_host_memory_rotates_no_seats_while_memory_lacks() ->
     harness.run_until_idle()
     assert preempted(harness) == []
     assert first_served(harness) == ["long", "new"]
+
+
+@pytest.mark.parametrize(("gamma", "first"), [(0.01, "short"), (50.0, "long")])
+def test_boost_is_the_shortest_first_at_a_small_gamma_and_order_of_arrival_at_a_large_one(
+    gamma: float, first: str
+) -> None:
+    harness = harness_of("boost", max_num_seqs=1, options={"gamma": gamma})
+    harness.add_request("seat", [40] * 4, max_tokens=6)
+    harness.step()
+    for name, length in (("long", 60), ("short", 4)):
+        harness.add_request(name, [ord(name[0]) % 50] * length, max_tokens=2)
+        harness.wait(1)
+    harness.run_until_idle()
+    assert first_served(harness)[1] == first
+
+
+def test_boost_gives_the_seat_of_a_reply_that_has_doubled_to_a_short_prompt() -> None:
+    def first_step(doubling: int) -> int:
+        options = {"gamma": 0.01, "doubling": doubling}
+        harness = harness_of("boost", max_num_seqs=1, options=options)
+        harness.add_request("stream", [1] * 4, max_tokens=60)
+        for _ in range(20):
+            harness.step()
+        harness.add_request("new", [2] * 4, max_tokens=2)
+        harness.run_until_idle()
+        return next(i for i, plan in enumerate(plans(harness)) if "new" in plan)
+
+    assert first_step(doubling=8) == 20
+    assert first_step(doubling=32) == 60  # its work never counts as doubled
+
+
+def test_boost_fits_gamma_to_the_tail_of_latencies() -> None:
+    harness = harness_of("boost")
+    for i in range(100):
+        harness.add_request(f"r{i}", [i % 50] * 4, max_tokens=1)
+        if i >= 96:
+            harness.wait(10)
+        harness.run_until_idle()
+    harness.add_request("last", [1] * 4, max_tokens=1)
+    harness.step()
+    gamma = harness.scheduler.gamma  # type: ignore[attr-defined]
+    assert gamma == pytest.approx(log(5) / 10, rel=0.2)
