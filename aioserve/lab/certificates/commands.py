@@ -22,6 +22,7 @@ from aioserve.lab.certificates.certificate import (
 from aioserve.lab.comparison.arguments import running
 from aioserve.lab.comparison.candidates import load_candidates, options_of
 from aioserve.lab.comparison.document import encode
+from aioserve.lab.terminal import say
 from aioserve.lab.zoo.standing import SEEDS, VERSION, WORKLOADS, load_workload
 from aioserve.support.arguments import EXIT_FAILED, Parser, count
 from aioserve.support.files import check_writable, write
@@ -29,6 +30,7 @@ from aioserve.support.files import check_writable, write
 OPTIONS = "scheduler.options."
 EXAMPLES = 100  # random sequences of requests, at each depth of the pipeline
 COLUMNS = 26
+WORK = "The contract runs first, then the zoo: together a minute or more."
 
 
 def run_certify(words: Sequence[str]) -> int:
@@ -72,6 +74,7 @@ def _certify(arguments: argparse.Namespace) -> int:
     for file in files:
         check_writable(file, "certificate")
     seeds = SEEDS if arguments.zoo == "whole" else SEEDS[:1]
+    say(WORK)
     with running(_num_requests(seeds)) as report:
         made = certify(
             candidate,
@@ -120,6 +123,7 @@ def in_words(certificate: Certificate) -> list[str]:
 
 def _check(arguments: argparse.Namespace) -> int:
     certificate = read_certificate(Path(arguments.check))
+    say(WORK)
     with running(_num_requests(certificate.zoo.seeds)) as report:
         found = check(certificate, arguments.files[0], arguments.jobs, report)
     for finding in found:
