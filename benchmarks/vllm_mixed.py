@@ -13,8 +13,9 @@ The rate leaves a third of the time free: nearer to the limit a machine whose sp
 tenth, as shared ones do, has queues that differ by half from run to run of one scheduler.
 
 Each row has measured and predicted medians of the rounds. A sign is right if prediction and
-measurement agree whether a policy is better or worse than vLLM's own scheduler; where the measured
-difference is under `NOISE` of it, no sign is asked. Needs vLLM. The last line is JSON.
+measurement agree whether a policy is better or worse than vLLM's own scheduler, by the median of
+the differences within each round; no sign is asked where the measured differences of the rounds
+have both signs, or their median is under `NOISE` of vLLM's own. Needs vLLM. The last line is JSON.
 """
 
 import statistics
@@ -162,18 +163,26 @@ def predict(traffic: Traffic, name: str) -> dict[str, float]:
     return measures_of(chronicle, traffic.lives, len(traffic.lives))
 
 
-def signs(
-    measured: dict[str, dict[str, float]], predicted: dict[str, dict[str, float]]
-) -> tuple[int, list[str]]:
+Rounds = dict[str, list[dict[str, float]]]  # by scheduler, the measures of each round
+
+
+def signs(measured: Rounds, predicted: Rounds) -> tuple[int, list[str]]:
     """Return how many signs were asked, and which are wrong, in words."""
+
+    def differences(rounds: Rounds, name: str, what: str) -> list[float]:
+        pairs = zip(rounds[name], rounds[OWN], strict=True)
+        return [row[what] - own[what] for row, own in pairs]
+
     num_asked, wrong = 0, []
     for name in POLICIES:
         for what in MEASURES:
-            base, value = measured[OWN][what], measured[name][what]
-            if abs(value - base) < NOISE * abs(base):
+            found = differences(measured, name, what)
+            middle = statistics.median(found)
+            own = statistics.median(row[what] for row in measured[OWN])
+            if min(found) <= 0 <= max(found) or abs(middle) < NOISE * abs(own):
                 continue
             num_asked += 1
-            if (value - base) * (predicted[name][what] - predicted[OWN][what]) <= 0:
+            if middle * statistics.median(differences(predicted, name, what)) <= 0:
                 wrong.append(f"{name}, {what}")
     return num_asked, wrong
 
@@ -191,8 +200,8 @@ def main(args: Args) -> tuple[dict[str, Any], int]:
     num_tokens = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     serve(llm, a_load(8, 100.0, 99), num_tokens)  # warm up; a process is slower in its first minute
     serve(llm, a_load(args.requests, args.rate, 99), num_tokens)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in (OWN, *POLICIES)}
-    predictions: dict[str, list[dict[str, float]]] = {name: [] for name in found}
+    found: Rounds = {name: [] for name in (OWN, *POLICIES)}
+    predictions: Rounds = {name: [] for name in found}
     with tempfile.TemporaryDirectory() as folder:
         for number, name in turns(list(found), args.rounds):
             load = a_load(args.requests, args.rate, 1 + number)
@@ -210,11 +219,11 @@ def main(args: Args) -> tuple[dict[str, Any], int]:
     for what in MEASURES:
         pairs = (f"{measured[n][what]:.1f} / {predicted[n][what]:.1f}" for n in found)
         print(what.ljust(22) + "".join(f"{pair:>22}" for pair in pairs))
-    num_asked, wrong = signs(measured, predicted)
+    num_asked, wrong = signs(found, predictions)
     errors = [abs(predicted[n][w] / measured[n][w] - 1) for n in found for w in MEANS]
     print(f"{num_asked - len(wrong)} of {num_asked} signs are right; wrong: {wrong or 'none'}")
     print(f"means: off by {100 * statistics.fmean(errors):.1f}%, at most {100 * max(errors):.1f}%")
-    told = {"measured": measured, "predicted": predicted, "wrong signs": wrong}
+    told = {"measured": found, "predicted": predictions, "wrong signs": wrong}
     return told, int(bool(wrong))
 
 
