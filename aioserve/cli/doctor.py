@@ -119,15 +119,16 @@ def _extra(name: str, has_card: bool) -> Finding:
 
 
 def look_at_attention_kernels(has_card: bool, cuda: str | None) -> list[Finding]:
-    """Return where flashinfer's kernels come from on a machine with a card; nothing without one, or
-    without flashinfer. `cuda` is the version for which torch is built, such as `12.9`.
+    """Return where flashinfer's kernels come from on a machine with a card; nothing without a card,
+    flashinfer or a torch that uses the card. `cuda` is the version for which torch is built, such
+    as `12.9`; None: it is built for the CPU.
     """
     versions = dict.fromkeys(("flashinfer-python", "flashinfer-jit-cache"), "")
     for name in versions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     of_python, of_cache = versions.values()
-    if not (has_card and of_python):
+    if not (has_card and of_python and cuda):
         return []
     title = "attention kernels"
     if of_cache.partition("+")[0] == of_python:
@@ -141,7 +142,7 @@ def look_at_attention_kernels(has_card: bool, cuda: str | None) -> list[Finding]
     ]
     if not missing:
         return [ok(title, f"flashinfer compiles them with {nvcc} at a model's first start")]
-    index = f"https://flashinfer.ai/whl/cu{(cuda or '').replace('.', '')}"
+    index = f"https://flashinfer.ai/whl/cu{cuda.replace('.', '')}"
     return [
         Finding(
             name=title,

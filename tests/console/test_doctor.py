@@ -159,6 +159,7 @@ def test_a_card_without_kernels_for_its_attention_is_told_the_line_that_brings_t
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
     monkeypatch.setattr(doctor, "_TOOLKIT", str(tmp_path / "none"))
     assert look_at_attention_kernels(has_card=False, cuda="13.0") == []
+    assert look_at_attention_kernels(has_card=True, cuda=None) == []
     (found,) = look_at_attention_kernels(has_card=True, cuda="13.0")
     assert told in found.text
     assert found.state == ("missing" if remedy else "ok")

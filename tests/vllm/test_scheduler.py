@@ -490,7 +490,7 @@ class LoopsInOrder(Sees):
 
 
 class HalvesTokens(Sees):
-    """Forgets to round."""
+    """Gives each prompt a share of the budget, and forgets to round it."""
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step()

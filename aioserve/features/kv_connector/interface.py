@@ -67,7 +67,7 @@ class BlockStore(ABC):
 
     @abstractmethod
     def find(self, block_hashes: Sequence[bytes], on_found: Callable[[int], None]) -> None:
-        """Count the blocks that are stored, up to the first of these that is not."""
+        """Report by `on_found` how many of these blocks are stored before the first missing one."""
 
     @abstractmethod
     def find_each(

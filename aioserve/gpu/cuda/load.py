@@ -497,25 +497,24 @@ def find_flashinfer(
     else None, and a log line says why.
     """
     if (lacking := why_not(spec, calls, query_dtype)) is not None:
-        reason = f"flashinfer does not serve {lacking}"
-    else:
-        try:
-            import flashinfer
-        except (ImportError, OSError) as error:  # it writes into its cache when imported
-            reason = f"flashinfer cannot be imported ({error}): {INSTALL_LINE}"
-        else:
-            try:
-                have_kernels(flashinfer, spec, calls, query_dtype, device, max_model_len)
-            except Exception as error:  # its compiler's, which have no common class
-                reason = (
-                    f"flashinfer {flashinfer.__version__} has no kernels for this model and cannot "
-                    f"compile them ({_first_line(error)}): {COMPILER_LINE}"
-                )
-            else:
-                logger.info("attention by flashinfer %s", flashinfer.__version__)
-                return flashinfer
+        return _plain_torch(f"flashinfer does not serve {lacking}")
+    try:
+        import flashinfer
+    except (ImportError, OSError) as error:  # it writes into its cache when imported
+        return _plain_torch(f"flashinfer cannot be imported ({error}): {INSTALL_LINE}")
+    try:
+        have_kernels(flashinfer, spec, calls, query_dtype, device, max_model_len)
+    except Exception as error:  # its compiler's, which have no common class
+        return _plain_torch(
+            f"flashinfer {flashinfer.__version__} has no kernels for this model and cannot compile "
+            f"them ({_first_line(error)}): {COMPILER_LINE}"
+        )
+    logger.info("attention by flashinfer %s", flashinfer.__version__)
+    return flashinfer
+
+
+def _plain_torch(reason: str) -> None:
     logger.warning("attention in plain torch, without CUDA graphs, which is slow: %s", reason)
-    return None
 
 
 def _first_line(error: Exception) -> str:
