@@ -192,6 +192,7 @@ def signs(measured: Rounds, predicted: Rounds) -> tuple[int, list[str]]:
     rate=Opt(1.0, "requests a second, about"),
     rounds=6,
     embedded=Opt(False, "the model of 2.8M parameters"),
+    logs=Opt("", "a directory that keeps the decision logs of all runs"),
 )
 def main(args: Args) -> tuple[dict[str, Any], int]:
     """Measure the four schedulers in turns, and predict them."""
@@ -202,7 +203,8 @@ def main(args: Args) -> tuple[dict[str, Any], int]:
     serve(llm, a_load(args.requests, args.rate, 99), num_tokens)
     found: Rounds = {name: [] for name in (OWN, *POLICIES)}
     predictions: Rounds = {name: [] for name in found}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as passing:
+        folder = args.logs or passing
         for number, name in turns(list(found), args.rounds):
             load = a_load(args.requests, args.rate, 1 + number)
             traffic = run(llm, name, load, Path(folder, f"{number}-{name}"), num_tokens)
