@@ -506,7 +506,7 @@ class EngineMetrics(Collector):
 
 
 # vLLM's names for what is measured here as well: dashboards that were made for it work. Only where
-# the meaning is the same; the table is that of docs/operations.md.
+# the meaning is the same; the table is that of docs/metrics.md.
 
 
 #: vLLM's names of a metric family by our name of it, all without their prefix.

@@ -248,7 +248,7 @@ class AnyModel(ServedModel, Halves):
         self.attention_calls = tuple(probe.calls)
         self._sites = probe.sites
         # Llama 4 scales the queries of some layers by how many tokens its cache has seen
-        self._counts_tokens = any(
+        self._scales_queries = any(
             getattr(part, "attn_temperature_tuning", False) for part in probe.sites
         )
         self._takes_logits_to_keep = takes(module, "logits_to_keep")  # else it gives all of them
@@ -300,7 +300,7 @@ class AnyModel(ServedModel, Halves):
         if inputs.given is not None:
             assert isinstance(self.module, InnerModel), "rows of images are for these"
             arguments |= self.module.given(inputs.input_ids, inputs.positions, inputs.given)
-        if self._counts_tokens:
+        if self._scales_queries:
             arguments["past_key_values"] = SeenTokens(inputs.positions)
         return arguments
 

@@ -113,7 +113,7 @@ def _log(level: int, request: web.Request, outcome: str, start: float) -> None:
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return every error becomes a JSON body that names the field, never a traceback."""
+    """Answer with a JSON body that names the field for every error, never with a traceback."""
     try:
         if request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
             raise web.HTTPUnsupportedMediaType(reason="compressed bodies are not supported")

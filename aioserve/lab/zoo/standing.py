@@ -431,8 +431,8 @@ def _json(value: Any) -> str:
 
 
 def _known(data: Any) -> Any:
-    """Return what is undefined is null in the file, and NaN here: in lists, which hold numbers
-    alone.
+    """Return the data of a file with NaN for each null in a list: undefined numbers are null there,
+    and lists hold numbers alone.
     """
     if isinstance(data, dict):
         return {name: _known(value) for name, value in data.items()}

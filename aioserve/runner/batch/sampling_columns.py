@@ -139,7 +139,9 @@ class LogitsEdits:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether what was said before changes what is said next."""
+        """Whether the tokens said before change what may be said next: then nothing is drafted for
+        the row. A card asks for `additions` before the last token is known.
+        """
         return has_penalties(self.params) or bool(self.bad_sequences)
 
     @cached_property
