@@ -119,12 +119,16 @@ class PolicyTrials:
         for path, scheduler in zip(paths, (before, settings), strict=True):
             _write(path, scheduler)
         words = await self._compare(paths, folder)
+        document = msgspec.json.decode((folder / "report.json").read_bytes())
+        mean = document["results"][1]["against_first"]["differences"]["e2e"]["mean"]
         report_id = secrets.token_urlsafe(24)  # knowing it suffices to read the report
         self._reports[report_id] = await asyncio.to_thread((folder / "report.html").read_bytes)
         if len(self._reports) > NUM_KEPT:
             self._reports.popitem(last=False)
         missing = max(ENOUGH_REQUESTS - num_requests, 0)
-        return Report(report_id, num_requests, missing, words)
+        has_intervals = mean["low"] is not None
+        said = document["on_these_requests"]
+        return Report(report_id, num_requests, missing, said, has_intervals, words)
 
     async def _record(self, path: Path, seconds: float, enough: int | None) -> int:
         """Return how many requests came: in `seconds`, or until `enough` came and have ended."""
@@ -174,11 +178,11 @@ class PolicyTrials:
         )
 
     async def _compare(self, paths: list[Path], folder: Path) -> str:
-        """Have the report written; what is said of it."""
+        """Have the report written in HTML and JSON. Returns what the command prints."""
         words = ["compare", *map(str, paths), "--replay", str(folder / "recording")]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", RUN, *words, "--jobs", "1"),
-            *("--html", str(folder / "report.html")),
+            *("--html", str(folder / "report.html"), "--json", str(folder / "report.json")),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

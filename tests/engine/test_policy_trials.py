@@ -122,6 +122,9 @@ async def test_both_policies_are_simulated_and_nothing_is_left_behind() -> None:
         assert report.num_requests > 0
         assert "chunked_prefill" in report.words
         assert "fcfs" in report.words
+        count = report.num_requests
+        assert report.on_these_requests[0].startswith(f"On these {count} requests, fcfs against ")
+        assert not report.has_intervals  # of so few
         html = await engine.ask(FindReport(report.report_id))
         assert html is not None
         assert html.startswith(b"<!doctype html>")
@@ -138,6 +141,7 @@ async def test_where_nothing_is_said_it_records_until_there_is_a_verdict() -> No
     rows = [line for line in report.words.splitlines() if re.match(r"TTFT \w+, ms ", line)]
     assert rows
     has_intervals = all(" .. " in row for row in rows)
+    assert report.has_intervals == has_intervals
     assert has_intervals != ("fewer than 10 independent stretches" in report.words)
     assert "requests more" not in report.words
 

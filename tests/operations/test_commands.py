@@ -40,7 +40,7 @@ ANSWERED = [
     (ShowSteps(3), None),
     (SwitchPolicy("fcfs", {"a": [1]}), PolicyName("priority", {})),
     (SwitchShadow(None), None),
-    (TryPolicy("fcfs", None, 1.5, 20), Report("id", 20, 0, "table")),
+    (TryPolicy("fcfs", None, 1.5, 20), Report("id", 20, 0, ["a"], True, "table")),
     (UnloadAdapter("sql"), None),
     *((kind(), None) for kind in (Pause, Resume, Sleep, Wake)),
 ]

@@ -135,12 +135,11 @@ export class WhatIf {
         throw new Error(`${policy} with these options is what runs now: choose another policy, or change an option.`);
       this.say(`Recording until ${plural(requests, "request")} came, for ${duration(1e3 * seconds)} at most. “Send sixty requests” makes some.`);
       const trial = await post("admin/try_policy", value, this.trying.signal);
-      const said = trial.table.split("\n").find((line) => line.startsWith("On these ")) ?? "";
-      this.say(`${said} The numbers are exact for the simulation of these ${plural(trial.requests, "request")}; the full comparison is below. ${trial.missing
+      this.say(`${trial.on_these_requests[0]} The numbers are exact for the simulation of these ${plural(trial.requests, "request")}; the full comparison is below. ${trial.missing
         ? `Whether it holds for other traffic is open: intervals need ${plural(trial.missing, "request")} more.`
-        : trial.table.includes("No difference has an interval")
-          ? "Whether it holds for other traffic is open: the comparison says why no difference has an interval."
-          : "Whether it holds for other traffic is in the intervals: better and worse are said where one leaves out zero."}`);
+        : trial.has_intervals
+          ? "Whether it holds for other traffic is in the intervals: better and worse are said where one leaves out zero."
+          : "Whether it holds for other traffic is open: the comparison says why no difference has an interval."}`);
       byId("report-link").href = byId("report-frame").src = trial.report;
       byId("report-words").textContent = trial.table;
       byId("report").hidden = false;

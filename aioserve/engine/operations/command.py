@@ -170,6 +170,8 @@ class Report(msgspec.Struct, frozen=True):
     report_id: str  # to be asked for with `FindReport`
     num_requests: int  # that both policies were given
     num_missing: int  # requests more, and differences would have intervals
+    on_these_requests: list[str]  # sentences on what the other policy changes for them
+    has_intervals: bool  # whether differences have intervals, which are about other requests
     words: str  # the comparison as a table
 
 

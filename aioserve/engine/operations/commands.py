@@ -210,6 +210,8 @@ class Trial(msgspec.Struct):
     report: str  # where it can be read, relative to the server's root
     requests: int  # that came while it was recorded, and were given to both policies
     missing: int  # requests more, and every difference would have an interval
+    on_these_requests: list[str]  # what the other policy changes for them, in sentences
+    has_intervals: bool  # whether differences have intervals, which are about other requests
     table: str  # the comparison in words
 
 
@@ -241,7 +243,14 @@ class TryPolicy(OperatorCommand[Report, Trial], frozen=True):
 
     def tell(self, answer: Report) -> Trial:
         path = f"watch/reports/{answer.report_id}"
-        return Trial(path, answer.num_requests, answer.num_missing, answer.words)
+        return Trial(
+            path,
+            answer.num_requests,
+            answer.num_missing,
+            answer.on_these_requests,
+            answer.has_intervals,
+            answer.words,
+        )
 
 
 class FindReport(EngineCommand[bytes | None], frozen=True):

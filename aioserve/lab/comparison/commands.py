@@ -31,7 +31,7 @@ from aioserve.lab.comparison.candidates import (
 )
 from aioserve.lab.comparison.document import Document, compare, encode
 from aioserve.lab.comparison.measures import Reader
-from aioserve.lab.comparison.words import render_table
+from aioserve.lab.comparison.words import on_these_requests, render_table
 from aioserve.lab.terminal import paint
 from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
@@ -78,6 +78,7 @@ def run_compare(words: Sequence[str]) -> int:
         candidates = in_fleet(candidates, spec)
     document = compare_all(arguments, candidates, workloads)
     document["recorded"] = recorded
+    document["on_these_requests"] = on_these_requests(document)
     print(paint(render_table(document)))
     write_reports(arguments, document)
     return 0

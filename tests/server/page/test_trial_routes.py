@@ -24,6 +24,8 @@ async def test_a_report_is_made_and_can_be_read_by_who_knows_its_name(start_serv
         assert trial["requests"] > 2
         assert trial["missing"] == max(200 - trial["requests"], 0)
         assert "fcfs" in trial["table"]
+        assert trial["on_these_requests"][0] in trial["table"].splitlines()
+        assert trial["on_these_requests"][0].startswith(f"On these {trial['requests']} requests, ")
         report = await server.get(f"/{trial['report']}")
         assert report.status == 200
         assert report.headers["Content-Type"] == "text/html; charset=utf-8"
