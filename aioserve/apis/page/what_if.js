@@ -133,7 +133,7 @@ export class WhatIf {
       const value = { policy, options: this.options(), seconds, requests };
       if (this.isLive(policy, value.options))
         throw new Error(`${policy} with these options is what runs now: choose another policy, or change an option.`);
-      this.say(`Recording until ${plural(requests, "request")} came, for ${duration(1e3 * seconds)} at most. “Send sixty requests” makes some.`);
+      this.say(`Recording until ${plural(requests, "request")} came, for ${plural(seconds, "second")} at most. “Send sixty requests” makes some.`);
       const trial = await post("admin/try_policy", value, this.trying.signal);
       this.say(`${trial.on_these_requests[0]} The numbers are exact for the simulation of these ${plural(trial.requests, "request")}; the full comparison is below. ${trial.missing
         ? `Whether it holds for other traffic is open: intervals need ${plural(trial.missing, "request")} more.`

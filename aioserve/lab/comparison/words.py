@@ -241,7 +241,8 @@ def _change(first: dict[str, Any], other: dict[str, Any], row: Row) -> str:
     if a <= 0 or row.unit in ("", "points"):
         return f"{b - a:+.{row.digits}f} {row.unit}".strip()
     share = 100 * (b / a - 1)
-    return f"{b / a:.1f} times" if b > 2 * a else f"{share:+.{0 if abs(share) >= 1 else 1}f}%"
+    much = "long" if row.unit in ("ms", "s") else "many"
+    return f"{b / a:.1f} times as {much}" if b > 2 * a else f"{share:+.{0 if abs(share) >= 1 else 1}f}%"
 
 
 def render_table(document: Document) -> str:
