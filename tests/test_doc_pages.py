@@ -172,7 +172,7 @@ def test_every_file_that_the_map_names_exists() -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_the_newest_version_in_the_changelog_is_the_packages() -> None:
+def test_the_changelog_names_the_packages_version_and_has_sixty_lines_a_release() -> None:
     changes = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## (\S+)", changes, re.MULTILINE)
     assert versions[0] in (__version__, "Unreleased")
@@ -181,3 +181,6 @@ def test_the_newest_version_in_the_changelog_is_the_packages() -> None:
     for version in changes.split("\n## ")[1:]:
         kinds = re.findall(r"^### (.*)", version, re.MULTILINE)
         assert "Breaks" not in kinds[1:]  # what breaks comes first
+        lines = version.strip().splitlines()
+        assert len(lines) <= 60, f"{lines[0]}: details belong to the pages"
+        assert max(map(len, lines)) <= 110
