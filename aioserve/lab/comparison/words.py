@@ -242,7 +242,9 @@ def _change(first: dict[str, Any], other: dict[str, Any], row: Row) -> str:
         return f"{b - a:+.{row.digits}f} {row.unit}".strip()
     share = 100 * (b / a - 1)
     much = "long" if row.unit in ("ms", "s") else "many"
-    return f"{b / a:.1f} times as {much}" if b > 2 * a else f"{share:+.{0 if abs(share) >= 1 else 1}f}%"
+    if b > 2 * a:
+        return f"{b / a:.1f} times as {much}"
+    return f"{share:+.{0 if abs(share) >= 1 else 1}f}%"
 
 
 def render_table(document: Document) -> str:
