@@ -16,7 +16,7 @@ PINNED := --require-hashes -r
 # Where Python may not keep what it has compiled, each of a hundred processes would do it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install model serve test test-all fuzz test-dist test-architectures matrix test-isa test-arm test-schemas test-formats test-clients test-real-models test-vllm test-faults test-deploy check audit sbom size tree ab wheel test-wheel docs bench-cpu bench-peers clean
+.PHONY: help install model serve test test-all fuzz test-dist test-architectures matrix test-isa test-arm test-schemas test-formats test-clients test-real-models test-vllm test-faults test-deploy check audit sbom size tree ab wheel test-wheel docs bench-cpu bench-peers card clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -144,6 +144,9 @@ else
 	@$(BIN)/python benchmarks/build_peers.py || echo "going on without what is missing"
 	@$(BIN)/python benchmarks/peers.py $(if $(LOADS),--loads $(LOADS)) $(ARGS)
 endif
+
+card: .venv/runtime  ## whether a CUDA card computes right and fast, in stages, 9 minutes (ARGS="--stages ..sampler", --resume, --rehearse)
+	@$(BIN)/python benchmarks/card.py run $(ARGS)
 
 clean:  ## remove .venv, what was built, and caches
 	rm -rf .venv build dist site *.egg-info aioserve/kernels/*.so .mypy_cache .ruff_cache .hypothesis

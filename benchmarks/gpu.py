@@ -59,6 +59,8 @@ GPU_SHAPES: dict[str, dict[str, Any]] = {
 }
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+#: As the generation_config.json of chat models asks.
+SAMPLED = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, ignore_eos=True)
 
 
 program = Program(__doc__)
@@ -97,9 +99,13 @@ class Steps:
         self._blocks_per_row = 0
         self._lengths: dict[str, int] = {}
         self._num_steps = 0
+        self._params = GREEDY
 
-    def seat(self, num_rows: int, context: int, num_steps: int) -> None:
+    def seat(
+        self, num_rows: int, context: int, num_steps: int, params: SamplingParams = GREEDY
+    ) -> None:
         """Requests that have `context` tokens in the KV pool, and room for `num_steps` more."""
+        self._params = params
         self._blocks_per_row = -(-(context + num_steps + 2) // BLOCK_SIZE)
         self._lengths = {f"r{i}": context for i in range(num_rows)}
         new = []
@@ -131,7 +137,9 @@ class Steps:
         width = max(self._blocks_per_row, -(-len(tokens) // BLOCK_SIZE))
         first = index * self._blocks_per_row
         blocks = list(range(first, first + width))
-        return NewRequestData(name, tokens, len(tokens), GREEDY, frozenset(), blocks, computed)
+        return NewRequestData(
+            name, tokens, len(tokens), self._params, frozenset(), blocks, computed
+        )
 
     def _output(
         self, new: list[NewRequestData], cached: dict[str, int], counts: dict[str, int]
@@ -316,9 +324,27 @@ async def measure_server(
     return result
 
 
-def measure_shape(
-    shape: str, device: Device, ceilings: Ceilings, size: Size, folder: Path, has_peer: bool
-) -> dict[str, Any]:
+class Loaded(NamedTuple):
+    """A model of random weights on a device, ready for steps."""
+
+    executor: StepExecutor
+    config: EngineConfig
+    floor: Floor
+    vocab_size: int
+    start_seconds: float  # of everything but the weights
+
+
+def load_shape(
+    shape: str,
+    device: Device,
+    ceilings: Ceilings,
+    size: Size,
+    folder: Path,
+    use_module: Callable[[Any, int], None] = lambda module, vocab_size: None,
+) -> Loaded:
+    """Make the weights and load them as a server does. `use_module` may use the module before its
+    layers are fused.
+    """
     num_positions = size.prefill + size.context
     path = write_directory(shape, folder / shape, num_positions)
     config = EngineConfig(
@@ -334,11 +360,7 @@ def measure_shape(
     info = ModelInfo(config.model)
     card = device.card()
     module = random_module(path, device.torch_device)
-    shapes = Shapes.of(info.hf_config, torch.bfloat16)
-    floor = Floor(shapes, ceilings)
-    found: dict[str, Any] = {"steps": []}
-    vocab_size = info.vocab_size
-    found["peer"] = measure_peer(module, size, vocab_size) if has_peer else None
+    use_module(module, info.vocab_size)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     with torch.inference_mode():
@@ -349,7 +371,24 @@ def measure_shape(
         model = prepare_model(module, config.model, info, place)
         began = time.perf_counter()
         executor = make_executor(config, info, model, device, card)
-        found["start_seconds"] = time.perf_counter() - began
+        seconds = time.perf_counter() - began
+    floor = Floor(Shapes.of(info.hf_config, torch.bfloat16), ceilings)
+    return Loaded(executor, config, floor, info.vocab_size, seconds)
+
+
+def measure_shape(
+    shape: str, device: Device, ceilings: Ceilings, size: Size, folder: Path, has_peer: bool
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"steps": [], "peer": None}
+
+    def ask_peer(module: Any, vocab_size: int) -> None:
+        if has_peer:
+            found["peer"] = measure_peer(module, size, vocab_size)
+
+    executor, config, floor, vocab_size, found["start_seconds"] = load_shape(
+        shape, device, ceilings, size, folder, ask_peer
+    )
+    with torch.inference_mode():
         steps = Steps(executor, vocab_size)
 
         def note(name: str, decodes: int, seconds: float, prompt: int = 0, **more: Any) -> None:
@@ -369,8 +408,15 @@ def measure_shape(
                 flush=True,
             )
 
-        def decodes(batch: int, name: str, depth: int, *, with_idle: bool) -> None:
-            steps.seat(batch, size.context, 2 * size.steps)
+        def decodes(
+            batch: int,
+            name: str,
+            depth: int,
+            *,
+            with_idle: bool = False,
+            params: SamplingParams = GREEDY,
+        ) -> None:
+            steps.seat(batch, size.context, 2 * size.steps, params)
             seconds = steps.seconds(size.steps, depth)
             busy = steps.busy_seconds(size.steps // 3) if with_idle else None
             idle = None if busy is None else max(0.0, 1 - busy / seconds)
@@ -380,7 +426,9 @@ def measure_shape(
         for batch in size.batches:
             decodes(batch, "", 2, with_idle=True)
         for batch in size.batches:
-            decodes(batch, ", no overlap", 1, with_idle=False)
+            decodes(batch, ", sampled", 2, params=SAMPLED)
+        for batch in size.batches:
+            decodes(batch, ", no overlap", 1)
         steps.seat(size.mixed[0], size.context, 2 * size.steps)
         seconds = steps.seconds(size.steps // 2, 2, size.mixed[1])
         note("decode {} + prefill {}".format(*size.mixed), size.mixed[0], seconds, size.mixed[1])
@@ -393,7 +441,7 @@ def measure_shape(
         executor.attach()
         executor.forget_graphs()
         for batch in size.batches:
-            decodes(batch, ", no graphs", 2, with_idle=False)
+            decodes(batch, ", no graphs", 2)
     return found
 
 
