@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 Ends: TypeAlias = list[tuple[str, FinishReason]]  # requests that have ended, and why
 
+#: Requests whose tokens need not be delivered after one has failed: those that rested on its work,
+#: and, where `update_from_output()` itself has failed, all of its step.
+NOT_DELIVERED = (RequestStatus.PREEMPTED, RequestStatus.FINISHED_ERROR)
+
 #: Requests that have ended and are remembered for messages.
 MAX_REMEMBERED = 4096
 
@@ -132,9 +136,7 @@ class Checks:
         dropped: set[Life] = set()
         if any(life.request.status is RequestStatus.FINISHED_ERROR for life in lives.values()):
             dropped = self.planned.lose()
-            dropped |= {
-                life for life in lives.values() if life.request.status is RequestStatus.PREEMPTED
-            }
+            dropped |= {life for life in lives.values() if life.request.status in NOT_DELIVERED}
         names = {life.request_id for life in dropped}
         where = f"result of step {output.step_id}"
         if output.total_num_scheduled_tokens:

@@ -23,6 +23,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import SchedulerInterface
 
 from aioserve.errors import ConfigError
+from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.scheduler import (
     BaseScheduler,
     Request,
@@ -469,6 +470,15 @@ class Raises(Sees):
         return super().schedule()
 
 
+class RaisesInUpdate(Sees):
+    """Fails with every result."""
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        raise ValueError("planted")
+
+
 class Loops(Sees):
     def schedule(self) -> SchedulerOutput:
         if self.num_steps > 3:
@@ -571,7 +581,9 @@ def test_hints_reach_the_policy(engine: Engine) -> None:
 
 
 @of("plain", "asynchronous")
-@pytest.mark.parametrize("policy", ["Raises", "Loops", "LoopsInOrder", "HalvesTokens", "Nonsense"])
+@pytest.mark.parametrize(
+    "policy", ["Raises", "RaisesInUpdate", "Loops", "LoopsInOrder", "HalvesTokens", "Nonsense"]
+)
 def test_a_policy_that_fails_is_replaced_and_vllm_goes_on(engine: Engine, policy: str) -> None:
     scheduler = exchange(
         engine.llm, policy=f"{HERE}:{policy}", check=True, stall_timeout=PATIENCE_OF_LOOPS
