@@ -74,8 +74,8 @@ class SuperInferScheduler(BaseScheduler):
     def rotate(self, step: Step) -> None:
         """Let decodes step aside, longest running first, while what waits lacks seats or memory."""
         line = list(islice(self.waiting, self.options.window))
-        wanted = min(sum(request.num_tokens for request in line), self.options.budget)
-        lacking = max(wanted - self.memory.free, 0)  # tokens
+        wanted = sum(request.num_tokens for request in line)
+        lacking = min(max(wanted - self.memory.free, 0), self.options.budget)  # tokens
         seats = len(self.running) + len(line) - self.max_num_seqs  # that those in line lack
         if not lacking and seats <= 0:
             return
