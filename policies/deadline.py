@@ -125,7 +125,7 @@ class PaceBudget(BudgetPart):
 
     class Options(Due):
         tpot: PositiveFloat = 0.05  # seconds for each token after it
-        min_prefill_tokens: PositiveInt = 64  # prompts get so much, however late the streams are
+        min_prefill_tokens: PositiveInt = 64  # tokens of prompts per step at least
 
     def for_prompts(self, step: Step, prompts: list[Request]) -> int:
         now, ttft, tpot = self.policy.clock(), self.options.ttft, self.options.tpot
@@ -178,7 +178,7 @@ class DeadlineScheduler(BaseScheduler):
     uses_step_time = True
 
     class Options(DeadlineOrder.Options):
-        min_prefill_tokens: PositiveInt = 64  # prompts get so much, however late the streams are
+        min_prefill_tokens: PositiveInt = 64  # tokens of prompts per step at least
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
