@@ -23,7 +23,7 @@ from aioserve.lab.comparison.arguments import running
 from aioserve.lab.comparison.candidates import load_candidates, options_of
 from aioserve.lab.comparison.document import encode
 from aioserve.lab.terminal import say
-from aioserve.lab.zoo.standing import SEEDS, VERSION, WORKLOADS, load_workload
+from aioserve.lab.zoo.standing import SEEDS, VERSION, WORKLOADS, load_workload, read_results
 from aioserve.support.arguments import EXIT_FAILED, Parser, count
 from aioserve.support.files import check_writable, write
 
@@ -73,7 +73,7 @@ def _certify(arguments: argparse.Namespace) -> int:
     files = [f"{stem}.json", f"{stem}.svg"]
     for file in files:
         check_writable(file, "certificate")
-    seeds = SEEDS if arguments.zoo == "whole" else SEEDS[:1]
+    seeds = SEEDS[: read_results().num_seeds if arguments.zoo == "whole" else 1]
     say(WORK)
     with running(_num_requests(seeds)) as report:
         made = certify(
@@ -174,7 +174,8 @@ def _parser() -> Parser:
         "--zoo",
         choices=("quick", "whole"),
         default="quick",
-        help=f"workloads of {VERSION} with one seed, or with all {len(SEEDS)}",
+        help=f"workloads of {VERSION} with one seed, or with as many as are stored of the "
+        "policies that ship",
     )
     parser.add_argument(
         "--examples",

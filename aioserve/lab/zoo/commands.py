@@ -7,7 +7,8 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -18,10 +19,9 @@ from aioserve.lab.comparison.arguments import add_price
 from aioserve.lab.comparison.candidates import Candidate
 from aioserve.lab.comparison.document import encode
 from aioserve.lab.terminal import paint, progress
-from aioserve.lab.zoo.cost import measure_costs
+from aioserve.lab.zoo.cost import Cost, measure_costs
 from aioserve.lab.zoo.page import (
     as_document,
-    num_seeds,
     render_board,
     render_page,
     render_policy,
@@ -34,6 +34,7 @@ from aioserve.lab.zoo.standing import (
     WORKLOADS,
     Entry,
     Results,
+    Scores,
     code_digest,
     load_policies,
     load_workload,
@@ -50,6 +51,8 @@ from aioserve.runner.step_times import step_times
 from aioserve.support.arguments import Parser, count
 from aioserve.support.files import write
 
+BATCH = 4  # policies after which what `--only` measures is kept
+
 # The command `zoo`: standard workloads for a policy, and where it stands among all that ship.
 # Arguments in, words and files out.
 
@@ -60,16 +63,22 @@ def run_zoo(words: Sequence[str]) -> int:
     shipping, machine = policy_names(), read_card(arguments)
     candidates = load_policies(arguments.policies or shipping, machine)
     others = {c.name for c in candidates} - set(shipping)
-    if arguments.quick and arguments.seeds != len(SEEDS):
+    if arguments.quick and arguments.seeds is not None:
         raise ConfigError("--quick is one seed: give it without --seeds")
-    seeds = SEEDS[: 1 if arguments.quick else arguments.seeds]
-    if arguments.store and (others or (len(seeds) < len(SEEDS) and not machine)):
-        raise ConfigError("--store keeps results of policies that ship, with every seed")
+    if arguments.store and others:
+        raise ConfigError("--store keeps results of policies that ship")
     file = measured_file(_card_name(arguments)) if machine else FILE
-    if arguments.store and machine and file.exists():
-        kept = num_seeds(read_results(file))
-        if kept > len(seeds):
-            raise ConfigError(f"--store keeps no fewer seeds than are stored, which are {kept}")
+    if arguments.only:
+        if not arguments.store or machine or arguments.quick:
+            raise ConfigError(
+                "--only adds to the stored results of the standard's machine: give it with --store "
+                "alone, and with --seeds or --jobs"
+            )
+        return _add_to_stored(candidates, arguments)
+    kept = read_results(file).num_seeds if file.exists() else len(SEEDS)
+    seeds = SEEDS[: 1 if arguments.quick else arguments.seeds or kept]
+    if arguments.store and file.exists() and kept > len(seeds):
+        raise ConfigError(f"--store keeps no fewer seeds than are stored, which are {kept}")
     is_first = not arguments.policies or ((arguments.store or machine) and not file.exists())
     if not is_first:
         results = read_results(file).only(len(seeds))
@@ -96,6 +105,39 @@ def run_zoo(words: Sequence[str]) -> int:
     write(arguments.json, encode(msgspec.to_builtins(as_document(results, names, price))))
     if arguments.html:
         write(arguments.html, render_page(results, names, price).encode())
+    return 0
+
+
+def _add_to_stored(candidates: list[Candidate], arguments: argparse.Namespace) -> int:
+    """Measure what `--only` names of policies whose other results are stored, and keep it: after
+    every few policies, so that the command can be ended and given again. Returns the exit code.
+    """
+    results = read_results(FILE)
+    names = [candidate.name for candidate in candidates]
+    if old := stale(results, names):
+        raise ConfigError(
+            f"--only adds to stored results of today's code, and those of {', '.join(old)} are "
+            f"none: python -m aioserve zoo {' '.join(old)} --store"
+        )
+    last = arguments.seeds or len(SEEDS)
+    if arguments.only == "seeds":
+        candidates = [c for c in candidates if results.policies[c.name].num_seeds < last]
+    for first in range(0, len(candidates), BATCH):
+        batch = candidates[first : first + BATCH]
+        stored = [results.policies[candidate.name] for candidate in batch]
+        if arguments.only == "costs":
+            costs = _cost(batch)
+            changed = [
+                msgspec.structs.replace(e, cost=c) for e, c in zip(stored, costs, strict=True)
+            ]
+        else:
+            seeds = SEEDS[min(entry.num_seeds for entry in stored) : last]
+            scores = _score(batch, seeds, arguments.jobs, {})
+            kept = [entry.only(SEEDS.index(seeds[0])) for entry in stored]
+            changed = [e.with_seeds(of) for e, of in zip(kept, scores, strict=True)]
+        results = results.with_entries(dict(zip([c.name for c in batch], changed, strict=True)))
+        write_results(results, FILE)
+        print(f"stored: {arguments.only} of {', '.join(c.name for c in batch)}", flush=True)
     return 0
 
 
@@ -132,15 +174,14 @@ def _parser() -> Parser:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one seed in the place of five: a first look, without ranges of ranks",
+        help="one seed alone: a first look, without ranges of ranks",
     )
     parser.add_argument(
         "--seeds",
         type=int,
         choices=range(1, len(SEEDS) + 1),
-        default=len(SEEDS),
         metavar="N",
-        help=f"run the first N of the {len(SEEDS)} seeds (default: all)",
+        help=f"run the first N of the {len(SEEDS)} seeds (default: as many as are stored)",
     )
     parser.add_argument(
         "--jobs",
@@ -153,6 +194,12 @@ def _parser() -> Parser:
         "--store",
         action="store_true",
         help="keep the results of policies that ship, in the installed package: for its authors",
+    )
+    parser.add_argument(
+        "--only",
+        choices=("costs", "seeds"),
+        help="with --store: measure the costs of stored policies alone, or run those seeds of "
+        "theirs alone that are not stored",
     )
     add_card(parser)
     add_price(parser)
@@ -169,21 +216,38 @@ def _measure(
     scales: Mapping[str, float],
 ) -> dict[str, Entry]:
     """Return the scores of each policy, and what it costs; costs while nothing else runs here."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(100_000, *thresholds[1:])
-    jobs = min(num_jobs, len(candidates) * len(seeds))
-    try:
-        sizes = (len(load_workload(w, seed).requests) for w in WORKLOADS for seed in seeds)
-        with progress(len(candidates) * sum(sizes)) as report:
-            scores = run_standard(candidates, seeds, jobs, report, scales=scales)
-        configs = [candidate.config for candidate in candidates]
-        costs = measure_costs(configs) if has_costs else [None] * len(configs)
-    finally:
-        gc.set_threshold(*thresholds)
+    scores = _score(candidates, seeds, num_jobs, scales)
+    costs = _cost(candidates) if has_costs else [None] * len(candidates)
     return {
         candidate.name: Entry(code_digest(candidate.name), of_policy, cost)
         for candidate, of_policy, cost in zip(candidates, scores, costs, strict=True)
     }
+
+
+def _score(
+    candidates: list[Candidate], seeds: Sequence[int], num_jobs: int, scales: Mapping[str, float]
+) -> list[Scores]:
+    """Return the scores of each policy, and show how far they are."""
+    jobs = min(num_jobs, len(candidates) * len(seeds))
+    sizes = (len(load_workload(w, seed).requests) for w in WORKLOADS for seed in seeds)
+    with _collecting_seldom(), progress(len(candidates) * sum(sizes)) as report:
+        return run_standard(candidates, seeds, jobs, report, scales=scales)
+
+
+def _cost(candidates: list[Candidate]) -> list[Cost]:
+    with _collecting_seldom():
+        return measure_costs([candidate.config for candidate in candidates])
+
+
+@contextmanager
+def _collecting_seldom() -> Iterator[None]:
+    """Have Python look for garbage less often: there are many objects, and few circles."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def _num_cores() -> int:

@@ -16,9 +16,12 @@ import msgspec
 
 from aioserve.lab.comparison.measures import IN_TIME
 from aioserve.lab.workloads.synthetic import read_spec
-from aioserve.lab.zoo.page import joules, num_seeds
+from aioserve.lab.zoo.page import joules
 from aioserve.lab.zoo.standing import (
     BUDGET,
+    FIRST_SEEDS,
+    FURTHER_DIGEST,
+    FURTHER_SEEDS,
     MEASURES,
     REFERENCE,
     SEEDS,
@@ -122,11 +125,11 @@ python -m aioserve compare fcfs zoo.srpt --config zoo-1 \\
     --workload zoo-1-chat --seed 1 --seeds {seeds}
 ```
 
-The workloads, seeds and step times are frozen as **{standard}**, digest `{digest}`: results with
-this digest can be compared. The ranking measure is **in time**: the share of requests, and of
-programs of agents, that met all [limits](#the-limits-in-seconds) of their class. It is the mean
-over the classes of a workload, so a few long documents count as much as many chats. The load of
-every workload is near the engine's capacity, where policies differ.
+The workloads, seeds and step times are frozen as **{standard}**, digest `{digest}`{further}:
+results with this digest can be compared. The ranking measure is **in time**: the share of requests,
+and of programs of agents, that met all [limits](#the-limits-in-seconds) of their class. It is the
+mean over the classes of a workload, so a few long documents count as much as many chats. The load
+of every workload is near the engine's capacity, where policies differ.
 
 ![Share of requests in time, by policy and workload](zoo.svg)
 
@@ -137,6 +140,9 @@ no frame of the column is missing by chance. A frame means that {seeds} seeds ca
 question, not that the policies are equal: a policy whose shares vary from seed to seed may have a
 frame where another one with the same mean has none.
 """
+
+FURTHER = f" (seeds 1 to {len(FIRST_SEEDS)}; the seeds from {FURTHER_SEEDS[0]} on have the digest \
+`{FURTHER_DIGEST}`)"
 
 LIMITS = """\
 The limits are those of `configs/workloads/{standard}-*.yaml`. TTFT is the time to the first
@@ -204,8 +210,8 @@ with a probability of 95% all ranges hold, because all pairs of policies are tes
 **wins**, **loses**: workloads on which the policy is significantly in the first, or last, quarter
 of all. **us a step**: microseconds of CPU for one `schedule()` with 1,000 requests running and
 10,000 waiting, of which 15 end and 15 arrive in each step; **ratio**: this time divided by that
-of `chunked_prefill` in the same run ({costs}; other programs ran at the same time, so read the
-ratio, not the time).
+of `chunked_prefill` in the same run ({costs}; other programs ran at the same time).
+Read the ratio, not the time{mixed}.
 
 Keep in mind: step times are computed from a data sheet (`{standard}` in
 `aioserve/runner/profiles`), not measured on a card. The policies have the defaults of their
@@ -218,6 +224,11 @@ end are those of requests that got there, so also look at *unfinished requests*.
 
 The report of `python -m aioserve zoo NAME --html FILE` has all measures of a policy, with ranks:
 """
+
+#: What is added where not all costs were measured on one machine and day.
+MIXED = """, and compare it across machines only roughly: costs of 2026-11-25 were measured after
+that of `chunked_prefill`, later ones step by step in turns with it. The command
+`python -m aioserve zoo --store --only costs` measures all of them anew"""
 
 #: Of the nine policies: what each optimizes, and what it needs.
 NINE = {
@@ -271,16 +282,20 @@ def render(results: Results) -> str:
             policies=len(board),
             published=len(cards),
             workloads=len(WORKLOADS),
-            seeds=len(SEEDS),
+            seeds=results.num_seeds,
             standard=results.standard,
             digest=results.digest,
+            further=FURTHER if results.num_seeds > len(FIRST_SEEDS) else "",
             measured=_measured(results),
         ),
         *_limits(),
         *_questions(results, board, cards),
         *_table(results, board, cards),
         MACHINE.format(
-            standard=results.standard, costs=_machines(results), budget=dict(SETTINGS)[BUDGET]
+            standard=results.standard,
+            costs="; ".join(_machines(results)),
+            mixed=MIXED if len(_machines(results)) > 1 else "",
+            budget=dict(SETTINGS)[BUDGET],
         ),
         *[f"- **{row.label}**: {meaning(row)}" for row in MEASURES],
         "",
@@ -296,13 +311,13 @@ def _measured(results: Results) -> str:
     """
     missing = [card for card in MEASURED_CARDS if not measured_file(card).exists()]
     boards = [read_results(measured_file(c)) for c in MEASURED_CARDS if c not in missing]
-    agreeing = [_agreeing(results.only(num_seeds(board)), board, WORKLOADS) for board in boards]
+    agreeing = [_agreeing(results.only(board.num_seeds), board, WORKLOADS) for board in boards]
     of_seeds = [
         _agreeing(results.only(1, a), results.only(1, b), WORKLOADS)
-        for a, b in combinations(range(num_seeds(results)), 2)
+        for a, b in combinations(range(results.num_seeds), 2)
     ]
     moves = max(agreeing) < min(of_seeds)
-    fewest = min(map(num_seeds, boards))
+    fewest = min(board.num_seeds for board in boards)
     return MEASURED_WORDS.format(
         moves="moves" if moves else "hardly moves",
         agreeing=" and ".join(f"{100 * share:.0f}%" for share in agreeing),
@@ -318,7 +333,7 @@ def _measured(results: Results) -> str:
 
 def _on_card(results: Results, there: Results) -> str:
     """Return what is otherwise on one measured card, among the policies that both have."""
-    seeds, names = num_seeds(there), results.policies.keys() & there.policies.keys()
+    seeds, names = there.num_seeds, results.policies.keys() & there.policies.keys()
     here, there = (
         msgspec.structs.replace(
             board, policies={name: e for name, e in board.policies.items() if name in names}
@@ -468,9 +483,10 @@ def _outcomes(standing: Standing) -> tuple[str, str]:
     return ", ".join(wins), ", ".join(loses)
 
 
-def _machines(results: Results) -> str:
+def _machines(results: Results) -> list[str]:
+    """Return the machines, with their days, on which costs were measured."""
     costs = [entry.cost for entry in results.policies.values() if entry.cost is not None]
-    return "; ".join(sorted({cost.machine for cost in costs}))
+    return sorted({cost.machine for cost in costs})
 
 
 def _described(card: Card) -> str:

@@ -93,19 +93,9 @@ def on_machine(results: Results) -> list[str]:
 
 def title(results: Results) -> str:
     """Version, digest and number of seeds: what makes two results comparable."""
-    seeds = num_seeds(results)
+    seeds = results.num_seeds
     of_seeds = f"{seeds} seeds" if seeds > 1 else "1 seed, so that ranks have no ranges"
     return f"{results.standard} ({results.digest}), {of_seeds}"
-
-
-def num_seeds(results: Results) -> int:
-    """Seeds with which policies were measured: of the one that has the fewest."""
-    return min(
-        len(values)
-        for entry in results.policies.values()
-        for of in entry.scores.values()
-        for values in of.values()
-    )
 
 
 def render_policy(results: Results, name: str) -> str:
@@ -147,7 +137,7 @@ def against_in_words(results: Results, name: str) -> list[str]:
     """Return which policies are worse, better and not told apart, by the share in time overall; of
     one seed, which tells none apart, the nearest ones.
     """
-    if num_seeds(results) < MIN_SEEDS:
+    if results.num_seeds < MIN_SEEDS:
         return [_between(leaderboard(results), name)]
     less = surely_less(columns_of(results, OVERALL, IN_TIME))
     better = [other for other in results.policies if other in less[name]]
@@ -202,7 +192,7 @@ def as_document(
     return {
         "standard": results.standard,
         "digest": results.digest,
-        "seeds": num_seeds(results),
+        "seeds": results.num_seeds,
         "aioserve": results.aioserve,
         "workloads": list(WORKLOADS),
         "board": leaderboard(results),

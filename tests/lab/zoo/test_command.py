@@ -2,7 +2,7 @@
 
 import json
 import math
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from aioserve.lab.zoo.standing import (
     SEEDS,
     SETTINGS,
     WORKLOADS,
+    Entry,
+    Results,
     key,
     load_policies,
     load_workload,
@@ -31,6 +33,7 @@ from aioserve.lab.zoo.standing import (
     read_results,
     reproducing,
     run_standard,
+    write_results,
 )
 from tests.slow import mostly_slow
 
@@ -125,6 +128,36 @@ def test_compare_on_the_machine_of_the_zoo_prints_a_cell_of_its_board(tmp_path: 
         assert result["durations"]["e2e"]["p99"] == scores["e2e.p99"][0]
 
 
+def test_seeds_and_costs_alone_are_added_to_what_is_stored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = read_results().policies["fcfs"]
+    stored = msgspec.structs.replace(entry.only(1), scores={"code": entry.only(1).scores["code"]})
+    path = tmp_path / "results.json"
+    write_results(Results().with_entries({"fcfs": stored}), path)
+    monkeypatch.setattr(commands, "FILE", path)
+    monkeypatch.setattr(commands, "run_standard", partial(run_standard, workloads=["code"]))
+    monkeypatch.setattr(commands, "measure_costs", lambda configs: measure_costs(configs, 100))
+
+    assert main(["zoo", "fcfs", "--store", "--only", "seeds", "--seeds", "2", "--jobs", "1"]) == 0
+    assert capsys.readouterr().out == "stored: seeds of fcfs\n"
+    longer = read_results(path).policies["fcfs"]
+    assert repr(longer.scores["code"]) == repr(entry.only(2).scores["code"])
+    assert longer.cost == entry.cost
+    assert main(["zoo", "fcfs", "--store", "--only", "seeds", "--seeds", "2"]) == 0
+    assert capsys.readouterr().out == ""  # they are there
+
+    assert main(["zoo", "fcfs", "--store", "--only", "costs"]) == 0
+    again = read_results(path).policies["fcfs"]
+    assert repr(again.scores) == repr(longer.scores)
+    assert again.cost is not None
+    assert again.cost.waiting <= 100
+
+    write_results(Results().with_entries({"fcfs": Entry("old", stored.scores)}), path)
+    assert main(["zoo", "fcfs", "--store", "--only", "costs"]) == 2
+    assert "those of fcfs are none: python -m aioserve zoo fcfs --store" in capsys.readouterr().err
+
+
 def test_the_machine_of_the_zoo_has_the_settings_of_the_standard() -> None:
     assert {name: str(value) for name, value in settings_of("zoo-1")} == dict(SETTINGS)
 
@@ -133,8 +166,13 @@ def test_the_machine_of_the_zoo_has_the_settings_of_the_standard() -> None:
     ("words", "message"),
     [
         (["zoo.srtp"], "unknown config 'zoo.srtp' (did you mean 'zoo.srpt'?)"),
-        ([MINE, "--store"], "--store keeps results of policies that ship, with every seed"),
-        (["fcfs", "--quick", "--store"], "--store keeps results of policies that ship"),
+        ([MINE, "--store"], "--store keeps results of policies that ship"),
+        (["fcfs", "--quick", "--store"], "--store keeps no fewer seeds than are stored"),
+        (["fcfs", "--quick", "--seeds", "1"], "--quick is one seed: give it without --seeds"),
+        (
+            ["fcfs", "--only", "costs"],
+            "--only adds to the stored results of the standard's machine",
+        ),
         (["fcfs", "--json", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
     ],
 )
