@@ -23,16 +23,13 @@ from aioserve.server.chat import routes as chat
 from aioserve.server.running import ENGINE
 from aioserve.support.parts import brought, load
 
-_EMBEDDINGS, _TOKENS = "aioserve.server.embeddings", "aioserve.server.tokenization"
-_OPERATORS, _DOCUMENT = "aioserve.server.operators", "aioserve.server.openapi"
-
 #: The core's modules that are loaded when they are asked: by method, path and what the path needs.
 LATER = {
-    ("POST", "/v1/embeddings", "key"): _EMBEDDINGS,
-    ("POST", "/tokenize", "key"): _TOKENS,
-    ("POST", "/detokenize", "key"): _TOKENS,
-    ("POST", "/v1/abort", "key"): _OPERATORS,
-    ("GET", "/openapi.json", "key"): _DOCUMENT,
+    ("POST", "/v1/embeddings", "key"): "aioserve.server.embeddings",
+    ("POST", "/tokenize", "key"): "aioserve.server.tokenization",
+    ("POST", "/detokenize", "key"): "aioserve.server.tokenization",
+    ("POST", "/v1/abort", "key"): "aioserve.server.operators",
+    ("GET", "/openapi.json", "key"): "aioserve.server.openapi",
 }
 _AT_ONCE = (completions, chat, admin)
 _OF_PARTS, _OF_THE_PAGE = "routes", "page routes"
@@ -41,10 +38,7 @@ _OF_PARTS, _OF_THE_PAGE = "routes", "page routes"
 @cache
 def own_routes() -> tuple[Route, ...]:
     """Return the core's own routes, loaded, but for those of operators."""
-    embeddings, tokens, operators, document = map(
-        import_module, (_EMBEDDINGS, _TOKENS, _OPERATORS, _DOCUMENT)
-    )
-    modules = (completions, chat, embeddings, tokens, operators, admin, document)
+    modules = (*_AT_ONCE, *map(import_module, dict.fromkeys(LATER.values())))
     return tuple(route for module in modules for route in module.ROUTES)
 
 

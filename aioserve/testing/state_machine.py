@@ -6,7 +6,7 @@ runner may do, in any order. What must be true then is checked by `SchedulerHarn
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args, get_type_hints
 
 try:
     from hypothesis import HealthCheck, Phase, Verbosity, settings
@@ -23,6 +23,7 @@ except ModuleNotFoundError as error:
         f"the contract of scheduler policies needs {error.name}: pip install pytest hypothesis"
     ) from error
 
+from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError
 from aioserve.params import PoolingParams, StructuredOutputs
 from aioserve.request import (
@@ -64,10 +65,7 @@ EXTRAS = (
     "window",
 )
 
-VICTIMS = (
-    *("policy", "newest", "last_admitted", "lowest_priority"),
-    *("least_computed", "most_remaining", "least_lost"),
-)
+VICTIMS = get_args(get_type_hints(SchedulerConfig)["victim"])
 
 
 # Hints that requests carry: a client may state all of them, so a policy meets all of them.
