@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The result of looking for `name`, and what to do about it.
 
-    `missing`: aioserve does not run without it, or makes less of this machine than it could.
+    `missing`: aioserve does not run without it, or uses this machine worse than it could.
     `note`: it can be added for what it says.
     """
 
