@@ -75,7 +75,7 @@ test-vllm: .venv/vllm/done  ## aioserve's policies in a real vLLM on this CPU, 2
 test-faults: .venv/test  ## every kind of fault at every point of a request's way, and 300 random days (DAYS=1000)
 	AIOSERVE_FAULT_DAYS=$(or $(DAYS),300) $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/faults $(ARGS)
 
-test-deploy: .venv/deploy  ## the Dockerfile, unit and manifests of deploy/, by linters too
+test-deploy: .venv/deploy  ## the Dockerfile, unit and manifests of deploy/, and workflows, by linters too
 	$(BIN)/python -m pytest -q tests/deploy $(ARGS)
 
 fuzz: .venv/test  ## input at random for all that reads what others wrote (SECONDS=600, ARGS="http gguf")
@@ -191,7 +191,7 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 	@touch $@
 
 .venv/deploy: requirements/deploy.txt .venv/test
-	@echo "requirements/deploy.txt: 25 MB"
+	@echo "requirements/deploy.txt: 35 MB"
 	@$(PIP) $(PINNED) requirements/deploy.txt
 	@touch $@
 

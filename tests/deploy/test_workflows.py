@@ -1,7 +1,8 @@
-"""The workflows for forges run what this repository has, and their linter finds nothing."""
+"""The workflows for forges run what this repository has, and linters find nothing in them."""
 
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,21 @@ def test_a_workflow_may_only_read_the_repository(path: Path) -> None:
     assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"}
 
 
+def test_every_workflow_keeps_to_the_schema_of_workflows(tmp_path: Path) -> None:
+    """By the schema that comes with check-jsonschema, so that nothing is fetched."""
+    linter = Path(sys.executable).with_name("check-jsonschema")
+    if not linter.exists():
+        pytest.skip("no check-jsonschema: make test-deploy installs it")
+    command = (str(linter), "--builtin-schema", "vendor.github-workflows")
+    done = processes.run(*command, *map(str, WORKFLOWS))
+    assert done.returncode == 0, done.stdout + done.stderr
+    wrong = tmp_path / "wrong.yml"
+    wrong.write_text(WORKFLOWS[0].read_text().replace("runs-on:", "run-on:"))
+    assert processes.run(*command, str(wrong)).returncode == 1
+
+
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_the_linter_of_workflows_finds_nothing(path: Path) -> None:
+def test_actionlint_finds_nothing_where_it_is_installed(path: Path) -> None:
     if (actionlint := shutil.which("actionlint")) is None:
         pytest.skip("no actionlint (https://github.com/rhysd/actionlint)")
     done = processes.run(actionlint, "-shellcheck=", "-pyflakes=", str(path))
