@@ -6,7 +6,7 @@ runner may do, in any order. What must be true then is checked by `SchedulerHarn
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, ClassVar, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 try:
     from hypothesis import HealthCheck, Phase, Verbosity, settings
@@ -65,7 +65,12 @@ EXTRAS = (
     "window",
 )
 
-VICTIMS = get_args(get_type_hints(SchedulerConfig)["victim"])
+#: The settings of schedulers that are choices, as `victim`: by name, what may be chosen.
+CHOICES = {
+    name: get_args(kind)
+    for name, kind in get_type_hints(SchedulerConfig).items()
+    if get_origin(kind) is Literal
+}
 
 
 # Hints that requests carry: a client may state all of them, so a policy meets all of them.
@@ -122,7 +127,7 @@ def harness_settings(draw: st.DrawFn) -> dict[str, Any]:
         "max_model_len": max_model_len,
         "max_num_seqs": draw(st.sampled_from([8, 8, 3, 1])),
         "max_num_batched_tokens": draw(st.sampled_from([80, 80, max_model_len, 7, 1])),
-        "victim": draw(st.sampled_from(VICTIMS)),
+        **{name: draw(st.sampled_from(choices)) for name, choices in CHOICES.items()},
     }
     if draw(SOMETIMES):
         settings["long_prefill_token_threshold"] = draw(st.sampled_from([3, 7]))
