@@ -66,9 +66,10 @@ def write_run(folder: Path, name: str = NAME) -> None:
         file.write("\n".join(lines))
 
 
-def give_outcome(folder: Path, host_ms: float, name: str = NAME) -> None:
+def give_outcome(folder: Path, host_ms: float, name: str = NAME, cold_ms: float = 0.0) -> None:
     """Write what the lab says of a run with this host as if it had been measured."""
-    [prediction] = [p for p in runs.predict(folder, host_ms=host_ms) if p.run.name == name]
+    times = runs.MachineTimes(host_ms, cold_ms)
+    [prediction] = [p for p in runs.predict(folder, times=times) if p.run.name == name]
     served, lines = prediction.served, []
     for i, request in enumerate(prediction.run.requests):
         line = {
@@ -87,11 +88,21 @@ def test_a_host_is_found_again_and_the_run_predicted(tmp_path: Path) -> None:
     write_run(tmp_path)
     give_outcome(tmp_path, 1.5)
     [prediction] = runs.predict(tmp_path)
-    assert prediction.host_ms == pytest.approx(1.5, abs=0.1)
-    assert prediction.fitted_to == NAME
+    assert prediction.times.host_ms == pytest.approx(1.5, abs=0.1)
+    assert prediction.times.fitted_to == NAME
     for error in run_errors(prediction):
         assert abs(error.mean) < 0.05
         assert error.median_of_requests < 0.05
+
+
+def test_a_first_step_that_compiles_kernels_is_no_time_of_the_host(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    give_outcome(tmp_path, 1.5, cold_ms=400.0)
+    [prediction] = runs.predict(tmp_path)
+    assert prediction.times.cold_ms == pytest.approx(400, abs=5)
+    assert prediction.times.host_ms == pytest.approx(1.5, abs=0.1)
+    for error in run_errors(prediction):
+        assert abs(error.mean) < 0.05
 
 
 def test_a_run_that_is_kept_back_has_the_host_of_its_machine(tmp_path: Path) -> None:
@@ -102,7 +113,8 @@ def test_a_run_that_is_kept_back_has_the_host_of_its_machine(tmp_path: Path) -> 
     write_run(tmp_path, "CARD-later")
     given, kept = runs.predict(tmp_path)
     assert kept.run.served is None
-    assert (kept.host_ms, kept.fitted_to) == (given.host_ms, NAME)
+    assert kept.times == given.times
+    assert kept.times.fitted_to == NAME
     assert run_errors(kept) == []
 
 
@@ -152,6 +164,13 @@ def test_the_command_writes_a_prediction_of_each_request(tmp_path: Path) -> None
         e2e = float(line["last_token_s"]) - float(line["queued_s"])
         assert float(line["e2e_s"]) == pytest.approx(e2e, abs=2e-4)
     assert f"| {NAME} | end to end |" in page.read_text()
+    [[limit, error, verdict]] = [
+        line.strip("| ").split(" | ")[2:]
+        for line in page.read_text().splitlines()
+        if line.startswith(f"| {NAME} | end to end, mean |")
+    ]
+    assert limit == "1.0%"
+    assert verdict == ("reached" if float(error[:-1]) <= 1 else "missed")
     assert (tmp_path / "page-requests.svg").read_text().count("<circle") == 3 * 40
 
 

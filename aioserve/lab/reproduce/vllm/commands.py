@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from aioserve.lab.reproduce.vllm.kv_blocks import blocks_csv, compare_blocks, re
 from aioserve.lab.reproduce.vllm.page import Results, render_page
 from aioserve.lab.reproduce.vllm.simulators import (
     BY_CARD,
+    ONE_DEEP,
     OURS,
     RUNS,
     STAGES,
@@ -139,8 +140,13 @@ def _predict_stages(folder: Path, results: Results, *, fits: bool) -> None:
     }
     others = stages.read_others(folder / "other_simulators.csv")
     given = [experiment for experiment in experiments if experiment.is_given]
-    by_card = stages.predict_by_card(given, results.engine, num_jobs=os.cpu_count() or 1)
-    predictions = {OURS: results.predicted, BY_CARD: as_rows(given, by_card), **others}
+    predictions: dict[str, Mapping[Row, float]] = {OURS: results.predicted}
+    for name, depth in ((BY_CARD, 2), (ONE_DEEP, 1)):
+        by_card = stages.predict_by_card(
+            given, results.engine, depth=depth, num_jobs=os.cpu_count() or 1
+        )
+        predictions[name] = as_rows(given, by_card)
+    predictions |= others
     errors = {name: errors_of(own, results.measured) for name, own in predictions.items()}
     results.simulators += simulators(STAGES, errors)
     table = render_stages(experiments, results.predicted, results.measured, results.engine)
@@ -204,8 +210,7 @@ def _as_document(results: Results) -> dict[str, Any]:
         "runs": [
             {
                 "name": prediction.run.name,
-                "host_ms": prediction.host_ms,
-                "fitted_to": prediction.fitted_to,
+                **msgspec.to_builtins(prediction.times),
                 "errors": [
                     {**msgspec.to_builtins(error), "mean": error.mean}
                     for error in run_errors(prediction)

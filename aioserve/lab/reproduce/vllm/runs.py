@@ -2,7 +2,8 @@
 
 The runs are those of LLMServingSim (casys-kaist/LLMServingSim, MIT): ShareGPT at ten requests a
 second on an RTX 4090 and on RTX PRO 6000 cards. A prediction has the run's arrivals and lengths,
-the engine's arguments, the tables of the card, and one number for the host, fitted to another part.
+the engine's arguments, the tables of the card, and two numbers of the machine, fitted to another
+part: what its host adds to a step, and how much longer the first step of a run takes.
 """
 
 import gzip
@@ -43,7 +44,7 @@ LINK = {"link_gb_s": 16.37, "link_us": 16.1}
 PLENTY_OF_BLOCKS = 60_000
 BLOCK_TOKENS = 16  # of vLLM's KV cache, and of ours
 MOST_REQUEST_TOKENS = 32768
-#: Requests of a given run to which the host's time of its machine is fitted: the first of them.
+#: Requests of a given run to which the times of its machine are fitted: the first of them.
 NUM_FITTED = 100
 MOST_HOST_MS = 4.0
 HOST_STEPS = 6  # halvings of the range in which it lies: 0.06 ms are left
@@ -171,26 +172,33 @@ def _json(text: str, where: object) -> Any:
         raise ConfigError(f"{where}: {one_line(error)}") from error
 
 
+class MachineTimes(msgspec.Struct, frozen=True):
+    """What a machine takes beside the kernels of its card, in milliseconds."""
+
+    host_ms: float  # for each step
+    cold_ms: float = 0.0  # more for the first step of a run, which compiles kernels
+    fitted_to: str = ""  # the run to whose first requests both were fitted; "": stated
+
+
 class Prediction(msgspec.Struct, frozen=True):
     """A run, and what the lab says of it."""
 
     run: MeasuredRun
     served: Served
-    host_ms: float
-    fitted_to: str  # the run whose first requests the host's time was fitted to
+    times: MachineTimes
     preemptions: int
 
 
 def predict(
     folder: Path,
     *,
-    host_ms: float | None = None,
+    times: MachineTimes | None = None,
     num_jobs: int = 1,
     report: Callable[[str], None] = lambda words: None,
 ) -> list[Prediction]:
     """Return the predictions of all runs in a folder whose `operators` has the tables. The host of
-    each machine is fitted to the first requests of the first of its runs that is given, unless
-    `host_ms` says it. Raises `ConfigError`.
+    each machine, and the first step of its runs, are fitted to the first requests of the first of
+    its runs that is given, unless `times` states them. Raises `ConfigError`.
     """
     runs = read_runs(folder)
     with TemporaryDirectory() as scratch:
@@ -198,47 +206,55 @@ def predict(
             place = Path(scratch) / model
             place.mkdir(parents=True)
             (place / "config.json").write_text(json.dumps(shape), "utf-8")
-        hosts: dict[str, tuple[float, str]] = {}
+        fitted: dict[str, MachineTimes] = {}
         for run in runs:
-            if host_ms is not None:
-                hosts.setdefault(run.machine, (host_ms, ""))
-            elif run.served is not None and run.machine not in hosts:
+            if times is not None:
+                fitted.setdefault(run.machine, times)
+            elif run.served is not None and run.machine not in fitted:
                 report(f"fitting the host of {run.name}")
-                hosts[run.machine] = _fit_host(folder, Path(scratch), run), run.name
-            if run.machine not in hosts:
+                fitted[run.machine] = _fit_machine(folder, Path(scratch), run)
+            if run.machine not in fitted:
                 raise ConfigError(f"{folder} has no given run on {run.machine} to fit its host to")
         report("predicting the runs")
         wanted = [
-            (make_config(folder, Path(scratch), run, hosts[run.machine][0]), as_workload(run), None)
+            (make_config(folder, Path(scratch), run, fitted[run.machine]), as_workload(run), None)
             for run in runs
         ]
         outcomes = simulate_all(wanted, num_jobs, lambda count: None)
         return [
-            Prediction(run, _served(outcome), *hosts[run.machine], outcome.num_preemptions)
+            Prediction(run, _served(outcome), fitted[run.machine], outcome.num_preemptions)
             for run, outcome in zip(runs, outcomes, strict=True)
         ]
 
 
-def _fit_host(folder: Path, scratch: Path, run: MeasuredRun) -> float:
-    """Return the milliseconds of the host at which the first requests of a given run take as long
-    end to end, in the mean, as they did; 0 if they take longer without any.
+def _fit_machine(folder: Path, scratch: Path, run: MeasuredRun) -> MachineTimes:
+    """Return the times of the machine of a given run: of its first step, what the first request's
+    time to first token had beyond the kernels; of the host, what makes the first requests take as
+    long end to end, in the mean, as they did. Neither is less than 0.
     """
     assert run.served is not None
-    wanted = run.served.measures(run.requests)["e2e"][:NUM_FITTED].mean()
+    measured = run.served.measures(run.requests)
+    wanted = measured["e2e"][:NUM_FITTED].mean()
+
+    def simulate(times: MachineTimes) -> dict[str, Floats]:
+        config = make_config(folder, scratch, run, times)
+        outcome = next(simulate_all([(config, as_workload(run), None)], 1, lambda count: None))
+        return _served(outcome).measures(run.requests)
+
+    beyond = float(measured["ttft"][0] - simulate(MachineTimes(0.0))["ttft"][0])
+    cold_ms = round(max(1e3 * beyond, 0.0), 1)
 
     def excess(host_ms: float) -> float:
-        config = make_config(folder, scratch, run, host_ms)
-        outcome = next(simulate_all([(config, as_workload(run), None)], 1, lambda count: None))
-        served = _served(outcome).measures(run.requests)
+        served = simulate(MachineTimes(host_ms, cold_ms))
         return float(served["e2e"][:NUM_FITTED].mean() - wanted)
 
     low, high = 0.0, MOST_HOST_MS
     if excess(low) >= 0:
-        return low
+        return MachineTimes(low, cold_ms, run.name)
     for _ in range(HOST_STEPS):
         middle = (low + high) / 2
         low, high = (low, middle) if excess(middle) > 0 else (middle, high)
-    return (low + high) / 2
+    return MachineTimes((low + high) / 2, cold_ms, run.name)
 
 
 def as_workload(run: MeasuredRun) -> Workload:
@@ -260,7 +276,7 @@ def as_workload(run: MeasuredRun) -> Workload:
     )
 
 
-def make_config(folder: Path, scratch: Path, run: MeasuredRun, host_ms: float) -> EngineConfig:
+def make_config(folder: Path, scratch: Path, run: MeasuredRun, times: MachineTimes) -> EngineConfig:
     """Return an engine that schedules as vLLM does, on the tables of the run's card. Several
     engines that share experts go step by step together: they are one with as many seats as all.
     """
@@ -273,7 +289,8 @@ def make_config(folder: Path, scratch: Path, run: MeasuredRun, host_ms: float) -
         "model": str(scratch / run.model),
         "tensor_parallel": parallel,
         "ranks": ranks,
-        "host_ms": host_ms,
+        "host_ms": times.host_ms,
+        "cold_ms": times.cold_ms,
         **(LINK if ranks * parallel > 1 else {}),
     }
     budget = ranks * engine["max_num_batched_tokens"]

@@ -18,6 +18,7 @@ from aioserve.lab.reproduce.vllm.stages import METRICS
 
 OURS = "aioserve"
 BY_CARD = "aioserve --card"
+ONE_DEEP = f"{BY_CARD}, one step deep"
 #: The sets of measured runs, by the names of their folders.
 RUNS, STAGES = "vllm-rtx", "vllm-h100"
 #: Of what the errors of each set are: the source of step times, the engine, the runs, the cards.
@@ -73,15 +74,15 @@ def _words(row: Row) -> str:
 
 
 def simulators(data: str, errors: Mapping[str, Errors]) -> list[Simulator]:
-    """Return how far each simulator is off, by its errors; each that is not ours with ours beside
-    it, over the rows of that simulator alone. Raises `ConfigError` if one of ours lacks such a row:
-    scores of other rows would stand side by side.
+    """Return how far each simulator is off, by its errors; each that is not ours with two of ours
+    beside it, over the rows of that simulator alone. Raises `ConfigError` if one of ours lacks such
+    a row: scores of other rows would stand side by side.
     """
     ours = {name: errors[name] for name in (OURS, BY_CARD) if name in errors}
     found = []
     for name, own in errors.items():
         beside = {}
-        for mine, of in ours.items() if name not in ours else ():
+        for mine, of in ours.items() if not name.startswith(OURS) else ():
             if lost := sorted(own.keys() - of.keys()):
                 raise ConfigError(f"{_words(lost[0])} is a row of {name}, and {mine} lacks it")
             beside[mine] = _scores({row: of[row] for row in own})

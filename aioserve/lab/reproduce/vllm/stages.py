@@ -219,7 +219,9 @@ def make_config(experiment: Experiment, engine: Engine, source: str = SOURCE) ->
     return _engine(experiment, source, options)
 
 
-def _engine(experiment: Experiment, source: str, options: dict[str, Any]) -> EngineConfig:
+def _engine(
+    experiment: Experiment, source: str, options: dict[str, Any], depth: int = 2
+) -> EngineConfig:
     return simulated(
         vllm_like(
             max_num_seqs=experiment.max_num_seqs,
@@ -228,6 +230,7 @@ def _engine(experiment: Experiment, source: str, options: dict[str, Any]) -> Eng
             settings=[
                 ("runner.profile", source),
                 ("runner.profile_options", options),
+                ("scheduler.pipeline_depth", depth),
             ],
         )
     )
@@ -254,14 +257,16 @@ def predict_by_card(
     engine: Engine,
     *,
     share: float = SIMULATED_SHARE,
+    depth: int = 2,
     num_jobs: int = 1,
 ) -> list[dict[tuple[int, str], float]]:
     """Return the milliseconds that the lab predicts with `--card` alone: the tables of the card,
-    and what the engine's host adds to a step, if settings do not state it. Of `engine`, the front
-    end alone is used, and how the client counts. Raises `ConfigError` if the package is missing.
+    and what the engine's host adds to a step, if settings do not state it; with `depth` steps under
+    way. Of `engine`, the front end alone is used, and how the client counts. Raises `ConfigError`
+    if the package is missing.
     """
     with TemporaryDirectory() as scratch:
-        configs = [_engine(e, "card", card_options(e, Path(scratch))) for e in experiments]
+        configs = [_engine(e, "card", card_options(e, Path(scratch)), depth) for e in experiments]
         return _predict(experiments, configs, engine, share, num_jobs, lambda words: None)
 
 

@@ -75,9 +75,10 @@ def run_errors(prediction: Prediction) -> list[RunError]:
 def render_run(prediction: Prediction) -> str:
     """Return the table of one run for a terminal."""
     run, words = prediction.run, "kept back" if prediction.run.served is None else "given"
-    host = f"host {prediction.host_ms:.2f} ms a step"
-    if prediction.fitted_to:
-        host += f", fitted to the first {NUM_FITTED} requests of {prediction.fitted_to}"
+    times = prediction.times
+    host = f"host {times.host_ms:.2f} ms a step, {times.cold_ms:.1f} ms more for the first step"
+    if times.fitted_to:
+        host += f", fitted to the first {NUM_FITTED} requests of {times.fitted_to}"
     lines = [
         f"{run.name}: {len(run.requests)} requests, outcome {words}; {host}; "
         f"{prediction.preemptions} preemptions"
