@@ -173,7 +173,7 @@ def _json(text: str, where: object) -> Any:
 
 
 class MachineTimes(msgspec.Struct, frozen=True):
-    """What a machine takes beside the kernels of its card, in milliseconds."""
+    """The times that a machine takes beside the kernels of its card, in milliseconds."""
 
     host_ms: float  # for each step
     cold_ms: float = 0.0  # more for the first step of a run, which compiles kernels
