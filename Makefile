@@ -16,7 +16,7 @@ PINNED := --require-hashes -r
 # Where Python may not keep what it has compiled, each of a hundred processes would do it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install model serve test test-all fuzz test-dist test-architectures matrix test-isa test-arm test-schemas test-formats test-clients test-real-models test-vllm test-faults test-deploy check audit sbom size tree ab wheel test-wheel docs bench-cpu bench-peers card clean
+.PHONY: help install model serve test test-all fuzz test-dist test-architectures matrix test-isa test-arm test-schemas test-formats test-clients test-real-models test-vllm test-faults test-deploy check audit sbom size tree ab wheel test-wheel docs bench-cpu bench-peers card card-pack card-offline clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -147,6 +147,17 @@ endif
 
 card: .venv/runtime  ## whether a CUDA card computes right and fast, in stages, 9 minutes (ARGS="--stages ..sampler", --resume, --rehearse)
 	@$(BIN)/python benchmarks/card.py run $(ARGS)
+
+card-pack: .venv/runtime  ## wheels for card-offline, with compiled attention kernels, in build/card/wheels; needs nvcc, an hour (ARGS="--python 3.12")
+	@$(BIN)/python benchmarks/card_pack.py kernels
+	@$(BIN)/python benchmarks/card_pack.py wheels $(ARGS)
+
+card-offline:  ## make card without a network or .venv: $(PYTHON) has torch and transformers, build/card/wheels the rest
+	@$(PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade \
+		--target build/card/site build/card/wheels/*.whl
+	@PYTHONPATH=$(CURDIR)/build/card/site:$(CURDIR) FLASHINFER_WORKSPACE_BASE=$(CURDIR)/build/card \
+		FLASHINFER_DISABLE_JIT=$${FLASHINFER_DISABLE_JIT-1} \
+		$(PYTHON) benchmarks/card.py run $(ARGS)
 
 clean:  ## remove .venv, what was built, and caches
 	rm -rf .venv build dist site *.egg-info aioserve/kernels/*.so .mypy_cache .ruff_cache .hypothesis
