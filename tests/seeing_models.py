@@ -437,11 +437,8 @@ _MARKS["qwen3_vl_moe"] = _MARKS["qwen3_vl"] = _MARKS["qwen2_vl"] = _MARKS["qwen2
     "<|vision_end|>",
 ]
 SEEING_KINDS = tuple(_KINDS)
-#: In `make test`: of encoders that are nearly the same, one.
-FEW_KINDS = (
-    *("gemma3", "gemma4", "idefics3", "internvl", "llama4", "llava_next", "mistral3"),
-    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-)
+#: In `make test`: of encoders that are much the same, one.
+FEW_KINDS = (*("gemma3", "gemma4", "internvl", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl"),)
 _MODEL_TYPES = {"pixtral": "llava", "gemma4_small": "gemma4"}  # where a type has several kinds
 # Of the processor itself; the rest is of its image processor.
 _OWN_FIELDS = (

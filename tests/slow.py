@@ -12,10 +12,12 @@ import pytest
 
 #: What the contract of policies checks at depth 1 alone.
 _IN_PROCESSES = "test_plans_are_the_same_in_every_process"
+_MEMORY = "test_memory_does_not_grow_with_requests_that_have_ended"
+#: What takes long, of which policies `make test` asks it.
+_OF_FEW = {_IN_PROCESSES: ("fcfs", "fair"), _MEMORY: ("fcfs", "fair", "mlfq")}
 _AT_DEPTH_ONE = (
     "test_schedule_costs_in_proportion_to_the_requests",
-    "test_memory_does_not_grow_with_requests_that_have_ended",
-    _IN_PROCESSES,
+    *_OF_FEW,
 )
 
 
@@ -47,8 +49,8 @@ def examples(few: int, *, slow: int) -> int:
 
 def mark_twins_of_depth_one(items: Iterable[pytest.Item]) -> None:
     """Mark slow what the contract of a policy checks with two steps in flight as well; of fcfs, and
-    of the policies of tests/testing, `make test` checks both. What starts two processes it asks of
-    two policies alone.
+    of the policies of tests/testing, `make test` checks both. What takes long it asks of a few
+    policies alone.
     """
     for item in items:
         if not isinstance(item, pytest.Function) or "pipeline_depth" not in item.fixturenames:
@@ -56,8 +58,8 @@ def mark_twins_of_depth_one(items: Iterable[pytest.Item]) -> None:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         kinds = {base.__name__ for base in item.cls.__mro__} if item.cls else set()
         both = params.get("name") == "fcfs" or "TestWhoRefusesMany" in kinds
-        if "PolicyContract" in kinds and item.originalname == _IN_PROCESSES:
-            if params.get("name") not in ("fcfs", "fair"):
+        if "PolicyContract" in kinds and item.originalname in _OF_FEW:
+            if params.get("name") not in _OF_FEW[item.originalname]:
                 item.add_marker(pytest.mark.slow)
         if "PolicyContract" in kinds and params.get("pipeline_depth") == 1 and not both:
             if item.originalname not in _AT_DEPTH_ONE:

@@ -194,6 +194,7 @@ def test_a_log_reader_that_stands_still_holds_up_neither_requests_nor_the_end(
         os.close(file)
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_loses_no_log_to_the_next_ones(tmp_path: Path) -> None:
     requests, decisions = tmp_path / "requests.jsonl", tmp_path / "decisions.log"
     command = ["--runner", "simulated"]

@@ -334,7 +334,8 @@ def test_a_running_stream_may_finish_while_the_server_drains():
         assert process.wait(timeout=PATIENCE) == 0
 
 
-@pytest.mark.parametrize("has_second_signal", mostly_slow([False, True], but=[True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("has_second_signal", [False, True])
 def test_draining_ends_with_its_time_or_a_second_signal(has_second_signal):
     timeout = "300" if has_second_signal else "0.1"
     with serving(*SIMULATED, "--drain-timeout", timeout, "--step-base-ms", "100") as (process, url):

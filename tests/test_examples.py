@@ -82,7 +82,7 @@ def test_its_own_tests_pass(environment: dict[str, str]) -> None:
 
 def test_the_comparison_of_the_page_runs(environment: dict[str, str]) -> None:
     (command,) = [block for block in blocks("bash") if " compare " in block]
-    printed = run(environment, *command.split()[1:], "--limit", "40")
+    printed = run(environment, *command.split()[1:], "--limit", "10")
     assert "shortest_first" in printed
     assert "TTFT p99" in printed
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import asyncio
 from collections.abc import AsyncIterator
@@ -200,6 +202,7 @@ def test_typed_programs_pass_mypy_as_they_run_and_mistakes_in_them_are_found(
     assert f" in {len(wrong)} files (checked {checked} source files)" in said
 
 
+@pytest.mark.slow
 def test_typed_programs_pass_pyright_as_they_run(tmp_path: Path) -> None:
     """basedpyright is pyright in a package that needs no download of its own at its first run."""
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')

@@ -15,7 +15,7 @@ from tests.processes import run
 from tests.slow import mostly_slow
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", mostly_slow(POLICIES, but=["fcfs", "fair", "mlfq"]))
 def test_every_policy_is_measured_in_what_the_names_of_cases_say(policy: str) -> None:
     steady = SchedulerWork(Case(policy, "steady", 8, waiting=20))
     assert [step.rows for step in steady.steps(20)] == [8] * 20
@@ -28,7 +28,7 @@ def test_every_policy_is_measured_in_what_the_names_of_cases_say(policy: str) ->
     assert bursts.num_preempted > 0
 
 
-@pytest.mark.parametrize("policy", mostly_slow(POLICIES, but=["deadline", "fcfs", "mlfq"]))
+@pytest.mark.parametrize("policy", mostly_slow(POLICIES, but=["deadline"]))
 def test_bursts_to_a_single_seat_have_blocks_for_every_request(policy: str) -> None:
     work = SchedulerWork(Case(policy, "bursts", 1, waiting=70))
     work.steps(40)

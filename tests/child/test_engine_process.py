@@ -176,7 +176,11 @@ def test_what_the_engine_logs_is_logged_here_by_the_same_loggers(caplog):
     ("config", "words"),
     [
         (EngineConfig(scheduler=SchedulerConfig(policy="no-such-policy")), "no-such-policy"),
-        (EngineConfig(model=ModelConfig(model="/no/such/model")), "/no/such/model"),
+        pytest.param(
+            EngineConfig(model=ModelConfig(model="/no/such/model")),
+            "/no/such/model",
+            marks=pytest.mark.slow,
+        ),
         (EngineConfig(server=ServerConfig(port=9000)), r"server\.port is 9000, which has no effe"),
     ],
     ids=["policy", "model", "port"],
@@ -271,6 +275,7 @@ def test_closing_ends_calls_that_do_not_end_in_time():
             list(stream)
 
 
+@pytest.mark.slow
 def test_a_thread_that_asks_on_and_on_is_told_of_the_close():
     config = EngineConfig(runner=SIMULATED.runner, server=ServerConfig(drain_timeout=0))
     engine = EngineProcess(config)

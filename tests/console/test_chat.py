@@ -178,6 +178,7 @@ def test_where_none_listens_the_line_that_starts_a_server_is_said(
     assert "smollm2" in DOWNLOADS
 
 
+@pytest.mark.slow
 def test_a_server_on_a_unix_socket_is_talked_to(tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
     command = [sys.executable, "-m", "aioserve", *SIMULATED, "--uds", str(path)]

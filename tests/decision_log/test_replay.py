@@ -73,7 +73,7 @@ def read(log: DecisionLog) -> Chronicle:
 
 
 @pytest.mark.parametrize("depth", mostly_slow([1, 2], but=[2]))
-@pytest.mark.parametrize("policy", mostly_slow(POLICIES, but=["deadline", "fair", "hrrn", "mlfq"]))
+@pytest.mark.parametrize("policy", mostly_slow(POLICIES, but=["deadline", "mlfq"]))
 def test_every_policy_decides_again_what_it_decided(
     policy: str, depth: int, tmp_path: Path
 ) -> None:

@@ -263,7 +263,7 @@ def test_a_template_that_does_not_end_is_ended(tokenizer, render, source):
             "{{ [1] | batch(10 ** 9, 'x') | list | length }}",
             "{{ messages[0].content.replace('', 'x' * 10 ** 8) }}",
         ],
-        but=["{{ 'x' * 10 ** 9 }}", "{{ 'x' | center(10 ** 10) }}"],
+        but=["{{ 'x' | center(10 ** 10) }}"],
     ),
 )
 def test_a_template_does_not_fill_the_memory(render, source):

@@ -575,6 +575,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_weights_are_given_back_by_a_process_that_has_frozen_them(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     done = subprocess.run(

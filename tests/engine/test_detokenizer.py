@@ -38,7 +38,7 @@ def stream(token_ids: list[int], prompt: list[int], chunk: int = 1) -> list[str]
 
 
 @given(st.text(max_size=80), st.text(max_size=10), st.integers(1, 4))
-@settings(max_examples=examples(60, slow=150), deadline=None)
+@settings(max_examples=examples(25, slow=150), deadline=None)
 def test_any_text_comes_out_whole_and_no_character_is_split(
     text: str, prompt: str, chunk: int
 ) -> None:
@@ -100,7 +100,7 @@ FALLBACK = ByteFallback()
 
 
 @given(st.text("a€🙂é中", max_size=40), st.text("a€🙂", max_size=6), st.integers(1, 4))
-@settings(max_examples=examples(60, slow=150), deadline=None)
+@settings(max_examples=examples(25, slow=150), deadline=None)
 def test_characters_in_byte_tokens_come_out_whole_and_once(
     text: str, prompt: str, chunk: int
 ) -> None:

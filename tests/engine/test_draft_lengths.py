@@ -24,6 +24,7 @@ from tests.engine.test_speculation import NGRAM, NONE, check_equal, generate
 from tests.kit import run, stats_of, tokens_of
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.on_device import make_device_runner
+from tests.slow import mostly_slow
 
 DRAFT = SpeculationConfig(speculative_method="draft", draft_model="embedded")
 
@@ -85,7 +86,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.asyncio(loop_factories=["uvloop"])
-@pytest.mark.parametrize("speculation", [NGRAM, DRAFT], ids=["ngram", "draft"])
+@pytest.mark.parametrize(
+    "speculation", mostly_slow([NGRAM, DRAFT], but=[DRAFT]), ids=["ngram", "draft"]
+)
 async def test_no_drafter_works_for_a_policy_that_wants_no_drafts(
     speculation: SpeculationConfig, work: list[str], plain: list[list[RequestOutput]]
 ) -> None:
@@ -97,7 +100,9 @@ async def test_no_drafter_works_for_a_policy_that_wants_no_drafts(
 
 
 @pytest.mark.asyncio(loop_factories=["uvloop"])
-@pytest.mark.parametrize("speculation", [NGRAM, DRAFT], ids=["ngram", "draft"])
+@pytest.mark.parametrize(
+    "speculation", mostly_slow([NGRAM, DRAFT], but=[NGRAM]), ids=["ngram", "draft"]
+)
 async def test_every_drafter_guesses_as_many_tokens_as_the_policy_asks_for(
     speculation: SpeculationConfig, work: list[str], plain: list[list[RequestOutput]]
 ) -> None:

@@ -84,7 +84,7 @@ async def test_a_good_draft_model_changes_no_token(
     guessed, stats = await generate(ITSELF, policy=policy, max_num_batched_tokens=24)
     check_equal(guessed, plain)
     assert stats.num_preemptions
-    assert stats.num_draft_tokens > 600
+    assert stats.num_draft_tokens > 300
     assert stats.num_accepted_tokens >= 0.99 * stats.num_draft_tokens
 
 
@@ -140,7 +140,7 @@ async def test_a_draft_model_has_read_what_it_says(
     check_equal(guessed, plain)
     assert stats.num_preemptions
     assert 100 < stats.num_accepted_tokens < stats.num_draft_tokens
-    assert num_compared > 10_000
+    assert num_compared > 3_000
 
 
 async def test_a_bad_draft_model_changes_no_token(

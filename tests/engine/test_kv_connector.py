@@ -128,7 +128,7 @@ def files_in(path: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("kind", "make_device"),
     [
-        pytest.param("memory", lambda: None, id="memory"),
+        pytest.param("memory", lambda: None, id="memory", marks=pytest.mark.slow),
         pytest.param("disk", lambda: None, id="disk"),
         pytest.param("memory", make_device, id="memory-device"),
         pytest.param("disk", make_device, id="disk-device", marks=pytest.mark.slow),
@@ -161,7 +161,7 @@ async def test_tokens_are_those_without_a_connector(
 @pytest.mark.parametrize(
     ("kind", "make_device"),
     [
-        pytest.param("memory", lambda: None, id="memory"),
+        pytest.param("memory", lambda: None, id="memory", marks=pytest.mark.slow),
         pytest.param("disk", lambda: None, id="disk"),
         pytest.param("memory", make_device, id="memory-device"),
     ],

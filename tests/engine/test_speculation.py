@@ -61,7 +61,7 @@ async def generate(
     async with AsyncEngine(config, runner=runner) as engine:
 
         async def one(way: dict[str, Any]) -> list[RequestOutput]:
-            params = SamplingParams(**{"max_tokens": 90, "seed": 3} | way)
+            params = SamplingParams(**{"max_tokens": 50, "seed": 3} | way)
             samples: dict[int, RequestOutput] = {}
             async for output in engine.generate("KING: My lord, my lord, my lord", params):
                 if output.index in samples:

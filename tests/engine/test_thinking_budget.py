@@ -137,9 +137,9 @@ def alone() -> list[list[int]]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"pipeline_depth": 2},
+        pytest.param({"pipeline_depth": 2}, marks=pytest.mark.slow),
         {"blocks": 18},  # requests are preempted, and computed anew
-        {"speculation": "ngram"},
+        pytest.param({"speculation": "ngram"}, marks=pytest.mark.slow),
         {"policy": "chunked_prefill", "options": {"chunk_size": 8}, "pipeline_depth": 2},
     ],
     ids=["steps ahead", "preempted", "drafts", "chunks"],
@@ -161,7 +161,7 @@ async def test_the_mark_is_drafted_where_the_next_steps_are_not_planned_ahead() 
         assert num_steps <= 40 - (len(MARK) - 2)
 
 
-@settings(max_examples=examples(4, slow=8), deadline=None)
+@settings(max_examples=examples(2, slow=8), deadline=None)
 @given(limit=st.integers(0, 45), seed=st.integers(0, 2**32), is_ahead=st.booleans())
 async def test_random_budgets_are_held_and_replayed(limit: int, seed: int, is_ahead: bool) -> None:
     own = config(pipeline_depth=2) if is_ahead else config(speculation="ngram")

@@ -41,11 +41,8 @@ def seconds(kind: type[ReplyFormat], text: str) -> float:
     return time.process_time() - began
 
 
-#: In `make test`: of formats that are read by the same class with other marks, one.
-FEW_FORMATS = (
-    *("deepseek_v3", "deepseek_v32", "gemma4", "glm", "granite", "harmony", "hermes", "kimi_k2"),
-    *("lfm2", "llama3_json", "mistral", "qwen3_coder"),
-)
+#: In `make test`: of calls as JSON, as tags and as text of their own, two each.
+FEW_FORMATS = (*("deepseek_v32", "gemma4", "harmony", "hermes", "lfm2", "qwen3_coder"),)
 
 
 @pytest.mark.parametrize("name", mostly_slow(SHIPPED, but=FEW_FORMATS))

@@ -12,6 +12,7 @@ from aioserve.request import WaitReason
 from tests.golden.files import CASES, COMMAND, FOLDER, LOGGED, POLICIES, log_path, read_lines
 from tests.golden.lines import difference, lines_of
 from tests.golden.workloads import LOADS, record
+from tests.slow import mostly_slow
 
 
 def check_same(load: str, policy: str, now: list[str]) -> None:
@@ -23,7 +24,7 @@ def check_same(load: str, policy: str, now: list[str]) -> None:
         )
 
 
-@pytest.mark.parametrize(("load", "policy"), CASES)
+@pytest.mark.parametrize(("load", "policy"), mostly_slow(CASES, but=LOGGED))
 def test_a_load_that_is_run_anew_gets_the_same_decisions(
     load: str, policy: str, tmp_path: Path
 ) -> None:

@@ -45,13 +45,10 @@ def name_of(value: object) -> str:
     return "+".join(value) if isinstance(value, tuple) else ""
 
 
-ONE, MANY_FEATURES = PLACES[0], 20
-#: In `make test`: the first three sets, in which six of seven pairs are, and those of few features.
-SETS = [
-    (ONE, one) for number, one in enumerate(sets_of(ONE)) if number < 3 or len(one) < MANY_FEATURES
-]
-#: In `make test-all`: the others, which have the most in common with these, and each pair again
-#: where it is computed otherwise.
+ONE = PLACES[0]
+#: In `make test`: the first two sets, in which three of four pairs are.
+SETS = [(ONE, one) for one in sets_of(ONE)[:2]]
+#: In `make test-all`: the others, and each pair again where it is computed otherwise.
 SLOW = [(place, one) for place in PLACES for one in sets_of(place) if (place, one) not in SETS]
 
 
@@ -100,7 +97,7 @@ def test_most_pairs_that_work_are_in_a_run_of_make_test() -> None:
     pairs = {frozenset(cell) for cell, o in FOUND[ONE].items() if o.kind == WORKS}
     runs = [frozenset(one) for _, one in SETS]
     left = [pair for pair in pairs if not any(pair <= one for one in runs)]
-    assert len(left) < 0.1 * len(pairs), left
+    assert len(left) < 0.25 * len(pairs), left
 
 
 def test_no_cell_is_wrong_and_the_page_says_what_was_found() -> None:

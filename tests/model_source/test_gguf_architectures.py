@@ -55,7 +55,7 @@ def logits(module: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", mostly_slow(WRITTEN, but=list(WRITTEN)[::3]))
 def test_a_file_computes_what_its_directory_computes(name: str, tmp_path: Path) -> None:
     case = WRITTEN[name]
     directory, path = make_written(case, tmp_path)

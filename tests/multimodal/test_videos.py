@@ -122,7 +122,7 @@ CASES: dict[str, dict[str, Any]] = {
     ("kind", "case"),
     mostly_slow(
         itertools.product(VIDEO_KINDS, CASES),
-        but=[*((kind, "chunks") for kind in VIDEO_KINDS), (ONE, "starved"), (ONE, "pieces")],
+        but=[*((kind, "chunks") for kind in VIDEO_KINDS[::2]), (ONE, "starved"), (ONE, "pieces")],
     ),
 )
 async def test_tokens_are_those_of_generate(

@@ -19,7 +19,7 @@ from aioserve.testing import SchedulerHarness
 from aioserve.testing.contract import PolicyContract, Subject
 from aioserve.testing.violation import ContractViolation
 from policies.composed import ComposedScheduler
-from tests.slow import mostly_slow
+from tests.slow import examples, mostly_slow
 
 ROOT = Path(__file__).parents[2]
 COMPOSED = "aioserve.policies.composed:ComposedScheduler"
@@ -115,7 +115,7 @@ DUE = {"ttft": 3.0, "tpot": 0.5}
 def test_composed_of_the_parts_of_a_policy_it_decides_as_that_policy(
     policy: str, options: dict[str, Any], parts: dict[str, Any], num_blocks: int
 ) -> None:
-    for seed in range(2):
+    for seed in range(examples(1, slow=2)):
         expected = plans(policy, options, seed, num_blocks)
         assert plans(COMPOSED, parts, seed, num_blocks) == expected
     assert any(preempted for _, preempted in expected) == (num_blocks == 14)

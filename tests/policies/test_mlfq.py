@@ -4,6 +4,7 @@ import asyncio
 import random
 from typing import Any
 
+import pytest
 from aioserve.policies.mlfq import MLFQScheduler
 
 from aioserve import AsyncEngine
@@ -85,6 +86,7 @@ def test_what_would_be_computed_again_is_displaced_only_if_that_pays() -> None:
     assert preempted(10, **short) == 1  # 50 tokens again, for 10 * 8
 
 
+@pytest.mark.slow
 def test_short_of_memory_little_is_computed_twice() -> None:
     """Six seconds of a chat, whose outputs are of one size, with memory for a part of the seats."""
     rng = random.Random(2)

@@ -164,9 +164,7 @@ async def say(
         return said
 
 
-@pytest.mark.parametrize(
-    "side", mostly_slow(["cpu", "cuda", "not fused", "states"], but=["cpu", "cuda"])
-)
+@pytest.mark.parametrize("side", mostly_slow(["cpu", "cuda", "not fused", "states"], but=["cuda"]))
 async def test_a_head_guesses_what_a_plain_reference_guesses(
     side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

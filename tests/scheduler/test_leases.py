@@ -23,7 +23,7 @@ from aioserve.testing.harness import FAILURES
 from aioserve.testing.state_machine import run_machine
 from tests.kit import run, stats_of
 from tests.processes import PATIENCE
-from tests.slow import mostly_slow
+from tests.slow import examples, mostly_slow
 from tests.testing.pinning import PinsAndHates, PinsInChunks
 
 TOOL_PAUSES = f"{Path(__file__).parents[2]}/examples/recipes/tool_pauses.py:ToolPausesScheduler"
@@ -161,7 +161,9 @@ def test_a_switch_that_fails_leaves_leases_and_their_share_as_they_were() -> Non
 def test_leases_at_random_break_no_rule_on_a_random_day(
     policy: type[BaseScheduler], depth: int
 ) -> None:
-    run_machine(policy, pipeline_depth=depth, max_examples=40 if depth == 1 else 20)
+    run_machine(
+        policy, pipeline_depth=depth, max_examples=examples(6, slow=40 if depth == 1 else 20)
+    )
 
 
 def test_a_lease_ends_at_its_time_though_the_engine_is_idle() -> None:

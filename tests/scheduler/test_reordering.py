@@ -19,6 +19,7 @@ from aioserve.scheduler import BaseScheduler, SchedulerOutput, load_policy
 from aioserve.scheduler.fallback import FallbackScheduler
 from aioserve.testing import SchedulerHarness
 from policies.deadline import DeadlineOrder, DeadlineScheduler
+from tests.slow import mostly_slow
 
 RECIPES = Path(__file__).parents[2] / "examples/recipes"
 
@@ -198,7 +199,7 @@ class WalksPastAll(DeadlineOrder):
         return iter(self.policy.waiting)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mostly_slow(range(4), but=[0]))
 def test_deadline_decides_the_same_as_if_it_had_looked_at_all_the_late(seed: int) -> None:
     """Too little memory, so that requests are preempted half-way; most of the line is late."""
     plans = []

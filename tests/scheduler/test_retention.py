@@ -275,6 +275,7 @@ def config(num_blocks: int, **scheduler: Any) -> EngineConfig:
     )
 
 
+@pytest.mark.slow
 def test_on_chats_beside_single_calls_more_is_found_in_the_cache_than_by_lru(
     tmp_path: Path,
 ) -> None:

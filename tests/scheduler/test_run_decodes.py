@@ -44,7 +44,7 @@ def steps_of(
     return [msgspec.msgpack.encode(step) for step in harness.steps], harness.tokens
 
 
-@settings(max_examples=examples(30, slow=80), deadline=None)
+@settings(max_examples=examples(12, slow=80), deadline=None)
 @given(harness_settings(), st.lists(st.tuples(requests(), st.integers(0, 3)), max_size=8))
 def test_it_plans_what_a_loop_would(
     options: dict[str, Any], traffic: list[tuple[dict[str, Any], int]]

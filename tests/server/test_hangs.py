@@ -176,6 +176,7 @@ def test_c_code_that_never_gives_up_the_lock_ends_the_process_with_its_stack(pol
         assert "re.search" in HOLDING.splitlines()[int(found[1]) - 1]
 
 
+@pytest.mark.slow
 def test_a_full_pipe_holds_up_no_end_of_c_code_that_never_gives_up_the_lock(policy):
     bounds = ("--hung-loop-seconds", "0.2", "--dead-loop-seconds", "0.4")
     with serving(*SIMULATED, *policy(HOLDING), *bounds) as (process, url):

@@ -12,7 +12,7 @@ from tests.policy_names import SHIPPED
 from tests.testing.hostile import HostileScheduler
 
 # Fewer than strangers get by default: there are many policies here, and they share a base.
-EXAMPLES = 4
+EXAMPLES = 2
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -214,7 +214,7 @@ def test_a_sweep_over_rates_draws_attainment_and_goodput_of_several_policies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, svg, page = tmp_path / "out.json", tmp_path / "out.svg", tmp_path / "out.html"
-    words = ["sweep", FCFS, CHUNKED, "--workload", MIXED, "--limit", "120", "--seeds", "2"]
+    words = ["sweep", FCFS, CHUNKED, "--workload", MIXED, "--limit", "80", "--seeds", "2"]
     words += ["--slo", "ttft=0.5,gap=0.1", "--rates", "20,4,10", "--target", "0.8"]
     files = ["--json", str(data), "--svg", str(svg), "--html", str(page)]
     assert main([*words, *files]) == 0

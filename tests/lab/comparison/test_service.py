@@ -117,6 +117,7 @@ def test_clients_of_which_one_never_waits_are_not_compared() -> None:
     assert found["b"].behind == 0
 
 
+@pytest.mark.slow
 def test_vtc_is_fairer_than_first_come_first_served_where_one_client_asks_less() -> None:
     """On the arrivals of the paper's artifact; Jain's index of rates said 0.998 and 0.617. Of what
     was due while clients competed it does not contradict the paper.

@@ -31,7 +31,7 @@ from tests.lab.simulation.test_run import EXACT
 
 E2E = parse_measure("e2e:mean")
 NUM_LOADS = 2  # seeds
-NUM_REQUESTS = 50
+NUM_REQUESTS = 30
 UNTOLD = '''
 from aioserve.policies.fcfs import FCFSScheduler
 

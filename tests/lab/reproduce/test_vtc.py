@@ -33,6 +33,7 @@ def measured_ttft(path: Path, client: str) -> float:
     return sum(values) / len(values)
 
 
+@pytest.mark.slow
 def test_it_says_how_far_the_simulated_runs_are(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

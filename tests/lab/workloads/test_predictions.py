@@ -140,6 +140,7 @@ def test_a_class_of_a_workload_file_states_hints_and_predictions(tmp_path: Path)
         read_spec(file)
 
 
+@pytest.mark.slow
 def test_the_better_the_prediction_the_sooner_shortest_predicted_first_serves(
     tmp_path: Path,
 ) -> None:

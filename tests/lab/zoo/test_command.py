@@ -35,7 +35,6 @@ from aioserve.lab.zoo.standing import (
     run_standard,
     write_results,
 )
-from tests.slow import mostly_slow
 
 ROOT = Path(__file__).parents[3]
 MINE = f"{ROOT}/examples/recipes/shortest_predicted.py:ShortestPredictedScheduler"
@@ -86,7 +85,8 @@ def scores_of(name: str) -> dict[str, list[float]]:
     return scores[name]
 
 
-@pytest.mark.parametrize("name", mostly_slow(["tenants", "agents"], but=["agents"]))
+@pytest.mark.slow  # the next one asks it of `documents` in every run
+@pytest.mark.parametrize("name", ["tenants", "agents"])
 def test_what_an_engine_measures_is_what_is_stored_of_it(name: str) -> None:
     """The zoo simulates by the quick way of fleets; the engine itself gives the same to the last
     digit, also where programs send requests at one time.

@@ -10,7 +10,7 @@ from aioserve.lab.zoo.standing import load_policies, policy_names
 from tests.slow import mostly_slow
 
 
-@pytest.mark.parametrize("name", mostly_slow(policy_names(), but=["zoo.orca", "zoo.lars"]))
+@pytest.mark.parametrize("name", mostly_slow(policy_names(), but=["zoo.lars"]))
 def test_requests_end_and_come_while_seats_are_taken_and_many_wait(name: str) -> None:
     [candidate] = load_policies([name])
     [cost] = measure_costs([candidate.config], waiting=300)

@@ -295,6 +295,7 @@ async def test_masks_wait_for_the_last_token_while_the_device_computes(
     assert all(json.loads(text) for text, reason in found[3::4] if reason == "stop")
 
 
+@pytest.mark.slow
 async def test_thinking_budgets_on_a_device_force_the_mark_where_the_cpu_does(
     wordy_path: Path,
 ) -> None:

@@ -83,7 +83,7 @@ async def serving(family: Family, path: Path, **settings: Any) -> AsyncIterator[
         yield server
 
 
-@pytest.mark.parametrize("name", mostly_slow(FAMILIES, but=["qwen", "gpt_oss"]))
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, but=["gpt_oss"]))
 async def test_a_model_is_forced_into_calls_and_texts_with_its_added_tokens(
     name: str, tmp_path: Path
 ) -> None:
@@ -194,7 +194,7 @@ def bound_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
         compiler.close()
 
 
-@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize("is_special", mostly_slow([True, False], but=[True]))
 @pytest.mark.parametrize("parser", NAMES)
 async def test_a_format_takes_its_marks_as_the_tokens_that_they_are(
     parser: str, is_special: bool, bound_model: Callable[..., Any]

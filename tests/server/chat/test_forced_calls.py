@@ -54,7 +54,7 @@ def serve(parser):
 
 
 @pytest.mark.asyncio(loop_factories=["uvloop"])  # a model is loaded for each
-@pytest.mark.parametrize("parser", mostly_slow(SHIPPED, but=["hermes", "mistral", "nemotron"]))
+@pytest.mark.parametrize("parser", mostly_slow(SHIPPED, but=["hermes", "nemotron"]))
 async def test_a_forced_call_is_one_of_the_tools_and_fits_its_schema(parser):
     async with serve(parser) as server:
         for choice, stream in (("required", False), ("required", True), (SELL, False)):

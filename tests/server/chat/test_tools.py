@@ -76,6 +76,7 @@ async def test_a_parser_of_tools_that_the_model_never_hears_of_is_said_at_the_st
     assert words is None or words in warnings[0]
 
 
+@pytest.mark.slow
 def test_the_command_says_it_too():
     words = ("--runner", "simulated", "--tool-call-parser", "hermes")
     with processes.serving(*words) as (process, _):

@@ -166,9 +166,10 @@ def seconds_to_take(num_tokens, text_of):
 @pytest.mark.parametrize(
     "text_of",
     [
-        lambda n: ["\ufffd" * n + "z"],  # it is not there, in every way
+        # it is not there, in every way
+        pytest.param(lambda n: ["\ufffd" * n + "z"], marks=pytest.mark.slow),
         lambda n: ["\ufffd"] * n,
-        lambda n: ["\ufffd" * (n - 1)] * 2,
+        pytest.param(lambda n: ["\ufffd" * (n - 1)] * 2, marks=pytest.mark.slow),
     ],
     ids=["none", "one by one", "at once"],
 )
