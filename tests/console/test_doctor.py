@@ -45,6 +45,7 @@ def test_the_kernels_that_serve_are_named_and_why_no_better_ones(
 
 
 @pytest.mark.skipif(not usable_variants(), reason="no compiled kernels here")
+@pytest.mark.slow
 def test_kernels_that_were_not_built_are_missing(tmp_path: Path) -> None:
     """The package with all but its compiled files."""
     package = tmp_path / "aioserve"

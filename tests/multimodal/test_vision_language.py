@@ -603,6 +603,7 @@ async def test_speculation_structure_and_prompt_logprobs_go_with_images(
         ),
     ],
 )
+@pytest.mark.slow
 async def test_what_is_not_served_of_models_that_see_is_refused_at_start(
     seeing: Callable[[str], Seeing],
     kind: str,

@@ -83,6 +83,7 @@ def test_the_router_of_the_page_keeps_batch_requests_aside(folder: Path) -> None
     assert type(router.choose(batch, (busy,))).__name__ == "Wait"
 
 
+@pytest.mark.slow
 def test_the_router_of_the_page_keeps_the_contract(folder: Path) -> None:
     command = blocks("bash")[2].splitlines()[0].split()
     result = processes.run(sys.executable, "-m", *command, "-p", "no:cacheprovider", cwd=folder)

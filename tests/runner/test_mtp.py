@@ -180,6 +180,7 @@ def compare(
 
 
 @pytest.mark.parametrize("side", mostly_slow(["cpu", "cuda"], but=["cpu"]))
+@pytest.mark.parametrize("model", mostly_slow(KINDS, but=["glm4_moe"]), indirect=True)
 async def test_a_layer_drafts_what_a_plain_reference_drafts(
     model: Path, side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

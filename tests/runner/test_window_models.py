@@ -102,6 +102,7 @@ async def test_texts_and_their_continuations_get_the_tokens_of_transformers(
                 ),
             },
             id="two steps ahead",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,6 +12,7 @@ import pytest
 
 from aioserve.cli.main import main
 from aioserve.lab.certificates import certificate as module
+from aioserve.lab.certificates import commands
 from aioserve.lab.certificates.certificate import (
     Certificate,
     Contract,
@@ -23,7 +25,14 @@ from aioserve.lab.certificates.certificate import (
     run_contract,
 )
 from aioserve.lab.certificates.commands import badge, encode_certificate, render_gallery
-from aioserve.lab.zoo.standing import SEEDS, WORKLOADS, run_standard, workload_digest
+from aioserve.lab.zoo import standing
+from aioserve.lab.zoo.standing import (
+    SEEDS,
+    WORKLOADS,
+    load_workload,
+    run_standard,
+    workload_digest,
+)
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -45,7 +54,8 @@ BROKEN = "time_and_chance_are_the_policys_own"
 @pytest.fixture
 def run_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The contract and the zoo run once, the zoo with `documents`, the shortest workload, for all
-    six; later runs of the same file, which would say the same, are noted here.
+    six; later runs of the same file, which would say the same, are noted here. Each workload is
+    made once.
     """
     noted: list[str] = []
     found: dict[str, Any] = {}
@@ -66,6 +76,9 @@ def run_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(module, "run_contract", contract)
     monkeypatch.setattr(module, "run_standard", documents)
+    made_once = cache(load_workload)
+    for user in (commands, standing):
+        monkeypatch.setattr(user, "load_workload", made_once)
     return noted
 
 

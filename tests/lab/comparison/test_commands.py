@@ -115,7 +115,7 @@ def test_the_shipped_programs_are_measured_against_themselves_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, page = tmp_path / "out.json", tmp_path / "out.html"
-    words = ["compare", "fcfs", "--workload", "agents", "--seeds", "1", "--limit", "60"]
+    words = ["compare", "fcfs", "--workload", "agents", "--seeds", "1", "--limit", "40"]
     assert main([*words, "--json", str(data), "--html", str(page)]) == 0
     printed = capsys.readouterr().out
     assert "The requests make up" in printed
@@ -130,11 +130,11 @@ def test_the_shipped_programs_are_measured_against_themselves_alone(
 
 def test_search_counts_a_program_as_one(tmp_path: Path) -> None:
     data = tmp_path / "knee.json"
-    words = ["search", "fcfs", "--workload", "agents", "--limit", "60", "--tolerance", "0.5"]
+    words = ["search", "fcfs", "--workload", "agents", "--limit", "40", "--tolerance", "0.5"]
     limits = ["--slo", "agent:program=20", "--goodput", "0.5"]
     assert main([*words, *limits, "--json", str(data)]) == 0
     knee = json.loads(data.read_bytes())
-    programs = generate(read_spec(ROOT / "configs/workloads/agents.yaml"), 0).cut(limit=60)
+    programs = generate(read_spec(ROOT / "configs/workloads/agents.yaml"), 0).cut(limit=40)
     own = [requests for requests in programs_of(programs) if not aborts(programs, requests)]
     chats = [request for request in programs.requests if request.kind == "chat"]
     # What the file says of chats holds beside what the command says of agents.

@@ -19,8 +19,8 @@ from tests.lab.evaluate import cheats
 SMALL = Trials(
     workloads=("documents",),
     held_out=("code",),
-    held_out_seeds=(201, 202),
-    requests=60,
+    held_out_seeds=(201,),
+    requests=30,
     random_days=1,
     waiting=20,
     seconds=600,

@@ -66,7 +66,12 @@ def test_a_trace_is_cut_in_time_and_one_of_another_kind_is_held_out(
     ("words", "shown", "num_bars"),
     [
         (["--slo", "gap=0.05", "--goodput", "0.9", "--tolerance", "0.5"], "within the SLO", 2),
-        (["--bound", "gap:p99=0.05", "--tolerance", "0.5"], "gap p99, ms (at most 50)", 2),
+        pytest.param(
+            ["--bound", "gap:p99=0.05", "--tolerance", "0.5"],
+            "gap p99, ms (at most 50)",
+            2,
+            marks=pytest.mark.slow,
+        ),
         ([*CHUNKS, "--by", "gap:p99", "--seeds", "1"], "chunk_size=2048", 5),
         (["--slo", "gap=0.05", "--replicas", "2", "--goodput", "0.5"], "chunked_prefill", 1),
     ],

@@ -113,11 +113,9 @@ def test_the_share_in_time_is_the_mean_over_classes_of_requests_or_programs() ->
 
 
 def test_compare_on_the_machine_of_the_zoo_prints_a_cell_of_its_board(tmp_path: Path) -> None:
-    """By the command that `zoo` prints; with a policy that runs whole prompts, and one that does
-    not.
-    """
+    """By the command that `zoo` prints."""
     data = tmp_path / "cell.json"
-    command = reproducing("fcfs", 1).replace("WORKLOAD", "documents").replace("fcfs", "fcfs mlfq")
+    command = reproducing("fcfs", 1).replace("WORKLOAD", "documents")
     assert main([*command.split()[3:], "--json", str(data)]) == 0
     stored = read_results().policies
     for result in json.loads(data.read_bytes())["results"]:
