@@ -275,10 +275,11 @@ def markdown(found: Sequence[Found]) -> str:
     facts: dict[str, Any] = {}
     for line in found[0].parts.values():
         facts |= line.get("found", {})
-    date = time.strftime("%Y-%m-%d")
-    versions = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "card")
+    found = [each for each in found if each.result != "not run"]
+    told = [facts.pop("card", "no card"), time.strftime("%Y-%m-%d")]
+    told += [f"{name} {value}" for name, value in facts.items()]
     rows = [
-        f"Card, date, versions: {facts.get('card', 'no card')}, {date}, {versions}",
+        f"Card, date, versions: {', '.join(told)}",
         "",
         "| stage | result | parts | what was wrong |",
         "|---|---|---|---|",
@@ -288,11 +289,11 @@ def markdown(found: Sequence[Found]) -> str:
         why = "; ".join(each.why).replace("|", "/")
         rows.append(f"| {each.stage} | {each.result} | {good} of {len(each.parts)} | {why} |")
     rows += ["", "| stage | part | found |", "|---|---|---|"]
-    for each in found[1:]:
+    for each in found:
         for part, line in each.parts.items():
-            if numbers := line.get("found"):
-                told = ", ".join(f"{name} {_number(value)}" for name, value in numbers.items())
-                rows.append(f"| {each.stage} | {part} | {told} |")
+            numbers = [f"{name} {_number(value)}" for name, value in line.get("found", {}).items()]
+            if numbers and each.stage != "versions":
+                rows.append(f"| {each.stage} | {part} | {', '.join(numbers)} |")
     return "\n".join(rows)
 
 

@@ -5,10 +5,12 @@ as found. The card can be a stand-in, which the tests have; its measurements the
 """
 
 import asyncio
+import cProfile
 import importlib
 import logging
 import math
 import platform
+import pstats
 import random
 import statistics
 import subprocess
@@ -805,6 +807,13 @@ def host(card: Card) -> Iterator[Part]:
                 steps.leave()
             return {f"{name} us": 1e6 * seconds for name, seconds in found.items()}
 
+        def profile(batch: int) -> dict[str, Any]:
+            steps = seat(batch, SAMPLED)
+            try:
+                return host_profile(steps, amounts.host_steps // 2)
+            finally:
+                steps.leave()
+
         def waits(batch: int) -> dict[str, Any]:
             steps = seat(batch, SAMPLED)
             try:
@@ -817,6 +826,7 @@ def host(card: Card) -> Iterator[Part]:
         for batch in (size.batches[0], size.batches[-1]):
             yield Part(f"{batch} streams", partial(times, batch, GREEDY))
             yield Part(f"{batch} streams, sampled", partial(times, batch, SAMPLED))
+            yield Part(f"{batch} streams, profile", partial(profile, batch))
             yield Part(f"{batch} streams, waiting", partial(waits, batch))
 
 
@@ -835,6 +845,22 @@ def host_seconds(steps: Steps, num_steps: int) -> dict[str, float]:
         executor.finish(launched)
         spent["finish"].append(time.perf_counter() - began)
     return {name: statistics.median(seconds) for name, seconds in spent.items()}
+
+
+def host_profile(steps: Steps, num_steps: int, num_functions: int = 12) -> dict[str, float]:
+    """Return microseconds of a step in the functions that take most, without what they call."""
+    executor, profiler = steps.executor, cProfile.Profile()
+    for step in [steps.decode() for _ in range(num_steps)]:
+        profiler.enable()
+        launched = executor.launch(step)
+        profiler.disable()
+        assert launched is not None, "a step with tokens"
+        executor.finish(launched)
+    spent: dict[str, float] = {}
+    for (path, line, function), (_, _, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
+        place = f"{Path(path).name}:{line} " if line else ""
+        spent[place + function] = own / num_steps * 1e6
+    return dict(sorted(spent.items(), key=lambda item: -item[1])[:num_functions])
 
 
 STAGES: dict[str, Callable[[Card], Iterator[Part]]] = {

@@ -82,6 +82,16 @@ def test_a_planted_fault_is_told_in_words(
     assert told in markdown([*read_results(tmp_path)])
 
 
+@pytest.mark.slow
+def test_the_hosts_time_is_told_with_a_card_that_does_nothing(tmp_path: Path) -> None:
+    run_stages(["host"], tmp_path, "idle_card:IdleCard", share=4.0)
+    found = read_results(tmp_path)[-1]
+    assert (found.result, found.why) == ("passed", [])
+    assert found.parts["256 streams, sampled"]["found"]["launch us"] > 0
+    assert any("plan_step" in name for name in found.parts["256 streams, profile"]["found"])
+    assert "versions" not in markdown(read_results(tmp_path)).partition("\n")[2]
+
+
 def test_every_stage_has_a_planted_fault() -> None:
     assert {stage for stage, *_ in FAULTS} == set(STAGES)
 
