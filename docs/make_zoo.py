@@ -1,6 +1,8 @@
 """Writes zoo.md and zoo.svg from the stored results of the zoo.
 
-python -m aioserve zoo zoo.NAME --store   # measures one policy and keeps its results
+python -m aioserve zoo zoo.NAME --store       # measures one policy and keeps its results
+python -m aioserve zoo --store --only costs   # the costs of all, on one machine
+python -m aioserve zoo --store --only seeds   # of all, the seeds up to 10 that are not stored
 python docs/make_zoo.py
 """
 
