@@ -108,9 +108,7 @@ def plenty(model: Path) -> dict[str, Any]:
         itertools.product(MODELS, ["memory", "disk"], [1, 2]),
         but=[
             ("qwen3_5_text", "disk", 2),
-            ("mamba", "memory", 1),
-            ("mistral", "memory", 2),
-            ("gemma3_text", "disk", 1),
+            ("gemma3_text", "memory", 1),
         ],
     ),
     indirect=["model"],
@@ -215,7 +213,6 @@ async def test_what_policies_swap_comes_back_with_its_state_or_window(
         but=[
             ("qwen3_5_text", "changed"),
             ("mamba", "gone"),
-            ("mistral", "changed"),
             ("gemma3_text", "truncated"),
         ],
     ),

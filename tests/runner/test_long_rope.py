@@ -18,6 +18,7 @@ from tests.gguf_written import WRITTEN, make_written
 from tests.greedy import GreedyReference
 from tests.kit import greedy, small_config, tokens_of
 from tests.models import make_model
+from tests.slow import mostly_slow
 
 ORIGINAL, NUM_TOKENS = 48, 12
 SHORT = [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.1, 3.8]
@@ -76,7 +77,7 @@ def expected(path: Path, prompts: list[list[int]]) -> list[Any]:
     return [reference.generate(prompt, NUM_TOKENS) for prompt in prompts]
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", mostly_slow([True, False], but=[True]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_beyond_the_original_length_turn_by_the_long_factors(
     kind: str, fused: bool, tmp_path: Path
