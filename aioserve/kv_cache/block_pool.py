@@ -39,9 +39,9 @@ def hash_blocks(request: Request, num_blocks: int, size: int) -> None:
     if start >= end:
         return
     parent, encoder_inputs = hashes[-1] if hashes else _root(request), request.encoder_inputs
-    data = pack(f"<{end - start}I", *request.token_ids[start:end])
-    for offset in range(0, len(data), 4 * size):
-        block = parent + data[offset : offset + 4 * size]
+    data, width = pack(f"<{end - start}I", *request.token_ids[start:end]), 4 * size
+    for offset in range(0, len(data), width):
+        block = parent + data[offset : offset + width]
         if encoder_inputs:
             position = start + offset // 4
             block += _encoder_key(request, position, position + size)
@@ -51,8 +51,13 @@ def hash_blocks(request: Request, num_blocks: int, size: int) -> None:
 
 def _root(request: Request) -> bytes:
     """Return what must match besides tokens: salt and adapter; the length keeps them apart."""
+    if not (request.cache_salt or request.adapter_id):
+        return _PLAIN_ROOT
     salt, adapter = request.cache_salt.encode(), request.adapter_id.encode()
     return blake2b(b"%d:%b%b" % (len(salt), salt, adapter)).digest()[:HASH_BYTES]
+
+
+_PLAIN_ROOT = blake2b(b"0:").digest()[:HASH_BYTES]  # of neither salt nor adapter
 
 
 def _encoder_key(request: Request, start: int, end: int) -> bytes:
@@ -193,7 +198,8 @@ class BlockPool:
         unused, ref_counts = self._unused, self.ref_counts
         num_lacking = num_blocks - len(unused)
         if num_lacking <= 0:
-            block_ids = [unused.pop() for _ in range(num_blocks)]
+            block_ids = unused[: -num_blocks - 1 : -1]
+            del unused[len(unused) - num_blocks :]
         else:
             if self.arrange is not None:
                 self.arrange(num_lacking)  # if it raises, nothing has changed
@@ -237,6 +243,16 @@ class BlockPool:
     def lookup(self, block_hash: bytes) -> int | None:
         """Return the block with this content, held or free; None if there is none."""
         return self._index.get(block_hash)
+
+    def find_prefix(self, block_hashes: Iterable[bytes]) -> list[int]:
+        """Return the blocks with these contents, up to the first that is not there."""
+        lookup, found = self._index.get, []
+        for block_hash in block_hashes:
+            block_id = lookup(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
 
     def register(self, block_ids: Iterable[int], block_hashes: Iterable[bytes]) -> None:
         """Make held, full blocks findable; of equal contents the first block wins."""

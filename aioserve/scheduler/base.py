@@ -496,7 +496,7 @@ class BaseScheduler(SchedulerInterface):
         self.book.add(request, self._ask_order)
 
     def check_queue(self, num_tokens: int, num_arriving: int, arriving_tokens: int) -> None:
-        for request in self.book.aside:  # they wait, too
+        for request in self.book.aside if self.kv_cache.holding else ():  # they wait, too
             num_arriving, arriving_tokens = num_arriving + 1, arriving_tokens + request.num_tokens
         check_queue(num_tokens, self.waiting, self._config, num_arriving, arriving_tokens)
 

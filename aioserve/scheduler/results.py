@@ -44,40 +44,49 @@ def take_results(
         sampled = [row for row in sampled if row[0] not in book.stale]
     logprobs, of_prompts = model_runner_output.logprobs, model_runner_output.prompt_logprobs
     drafted = scheduler_output.scheduled_spec_decode_tokens
+    are_plain = not (logprobs or of_prompts or drafted)
     running = RequestStatus.RUNNING
     ends: dict[str, int] = {}  # how far each came, if any request is pooled
     for request, token_ids in sampled:
-        if request.status is not running and request.status.is_finished:
-            continue
-        if not token_ids:
-            if request.pooling_params is None:
-                continue
-            ends = ends or computed_by(scheduler_output)
-            if ends[request.request_id] == request.num_tokens:
-                output = end_pooled(book, request, model_runner_output)
-                outputs.setdefault(request.client_index, []).append(output)
-                any_finished = True
-            continue
-        new_logprobs = logprobs.get(request.request_id) if logprobs else None
         num_tokens = request.num_tokens + 1
         if (
             num_tokens <= request.num_target_tokens
             and num_tokens < request.max_total_tokens
             and len(token_ids) == 1
+            and request.status is running
             and token_ids[0] not in request.stop_token_ids
         ):  # the hot path: one more token that ends nothing
             request.token_ids.append(token_ids[0])
             request.num_tokens = num_tokens
-            output = EngineCoreOutput(request.request_id, token_ids, None, None, new_logprobs)
+            output = (
+                EngineCoreOutput(request.request_id, token_ids)
+                if are_plain
+                else EngineCoreOutput(
+                    request.request_id, token_ids, None, None, logprobs.get(request.request_id)
+                )
+            )
         else:
-            output = _append_tokens(book, request, NewTokens(token_ids, new_logprobs))
+            if request.status is not running and request.status.is_finished:
+                continue
+            if not token_ids:
+                if request.pooling_params is None:
+                    continue
+                ends = ends or computed_by(scheduler_output)
+                if ends[request.request_id] == request.num_tokens:
+                    output = end_pooled(book, request, model_runner_output)
+                    outputs.setdefault(request.client_index, []).append(output)
+                    any_finished = True
+                continue
+            new = NewTokens(token_ids, logprobs.get(request.request_id))
+            output = _append_tokens(book, request, new)
             if output.finish_reason is not None:
                 any_finished = True
-        if of_prompts and request.request_id in of_prompts:
-            found = of_prompts[request.request_id]
-            output = msgspec.structs.replace(output, prompt_logprobs=found)
-        if drafted and (drafts := drafted.get(request.request_id)):
-            settle_drafts(book, request, len(drafts), len(token_ids) - 1)
+        if not are_plain:
+            if of_prompts and request.request_id in of_prompts:
+                found = of_prompts[request.request_id]
+                output = msgspec.structs.replace(output, prompt_logprobs=found)
+            if drafted and (drafts := drafted.get(request.request_id)):
+                settle_drafts(book, request, len(drafts), len(token_ids) - 1)
         if request.client_index != client_index:
             client_index = request.client_index
             outs = outputs.setdefault(client_index, [])

@@ -119,6 +119,7 @@ class Step(OpenStep):
             self._num_lookahead_tokens,
         )
         running, prefills = RequestStatus.RUNNING, []
+        is_first = not tokens  # no request is served twice then: each runs once
         for request in self._book.running:
             end = request.num_computed_tokens + 1
             if end < request.num_tokens:
@@ -129,7 +130,7 @@ class Step(OpenStep):
                 and budget > 0
                 and request.plain_from < end
                 and not request.draft_token_ids
-                and request not in tokens
+                and (is_first or request not in tokens)
             ):  # one token, and nothing but room to be seen to
                 if end + num_lookahead_tokens > request.num_slots:
                     self.token_budget = budget
@@ -237,9 +238,9 @@ class Step(OpenStep):
         if request.status is RequestStatus.PAUSED:
             self._resume(request, num_slots)
         else:
-            fresh = self._fresh_blocks
-            for owner in {fresh[b] for b in computed_blocks if b in fresh}:
-                self._dependents.setdefault(owner, []).append(request)
+            if fresh := self._fresh_blocks:
+                for owner in {fresh[b] for b in computed_blocks if b in fresh}:
+                    self._dependents.setdefault(owner, []).append(request)
             self._kv_cache.admit(request, computed_blocks, num_slots, num_external)
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
@@ -393,10 +394,15 @@ class Step(OpenStep):
             num_scheduled = decodes.num_scheduled
             num_computed = [r.num_computed_tokens - 1 for r in requests]
         else:
-            cached = [r for r in requests if r not in admitted]
-            req_ids = [r.request_id for r in cached]
+            req_ids = [r.request_id for r in requests]
+            num_scheduled = dict(zip(req_ids, tokens.values(), strict=True))
+            cached = requests[: len(requests) - len(admitted)]
+            if requests[len(cached) :] == [*admitted]:  # as of most policies: the new ones are last
+                del req_ids[len(cached) :]
+            else:
+                cached = [r for r in requests if r not in admitted]
+                req_ids = [r.request_id for r in cached]
             num_computed = [r.num_computed_tokens - tokens[r] for r in cached]
-            num_scheduled = {r.request_id: n for r, n in tokens.items()}
         if book.waiting:
             book.line_stop = (self.step_id, *self._stop())
         # A step that says nothing else is not handed to the runner.
@@ -555,8 +561,8 @@ class Step(OpenStep):
         """Note what more than one decode token brings: full blocks, and their resources."""
         if request.request_id not in self._drafts:
             self._num_prefill_tokens += num_tokens
-        for block_id in self._kv_cache.cache_full_blocks(request):
-            self._fresh_blocks[block_id] = request
+        if filled := self._kv_cache.cache_full_blocks(request):
+            self._fresh_blocks.update(dict.fromkeys(filled, request))
         if start < request.plain_from:
             for owner in self._kv_cache.serve(request, start, num_tokens):
                 self._dependents.setdefault(owner, []).append(request)

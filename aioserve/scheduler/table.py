@@ -114,7 +114,7 @@ class RequestQueue:
         if own[0] is request and self._changed is not None:
             self._changed.add(group)
         for requests in (self._requests, own):
-            del requests[_place(requests, request)]
+            del requests[0 if requests[0] is request else _place(requests, request)]
         if not own:
             del self._groups[group]
         del self._members[request]
@@ -203,7 +203,9 @@ class Timers:
 
     def forget(self, request: Request) -> None:
         """Drop the timers of a request that has ended."""
-        for number in self._numbers.pop(request, ()):
+        if (numbers := self._numbers.pop(request, None)) is None:
+            return
+        for number in numbers:
             self._watched.pop(number, None)
         if len(self._heap) > max(2 * len(self._watched), MIN_COMPACTED):
             self._heap = [entry for entry in self._heap if entry[1] in self._watched]
@@ -276,10 +278,12 @@ class StepsInFlight(deque[tuple[SchedulerOutput, list[Request]]]):
 
     def carries(self, request: Request) -> bool:
         """Return whether a step in flight has the request among its rows."""
-        return any(request in requests for _, requests in self)
+        return bool(self) and any(request in requests for _, requests in self)
 
     def num_tokens(self, request: Request) -> int:
         """Return tokens of the request that steps in flight compute, drafts included."""
+        if not self:
+            return 0
         return sum(
             output.num_scheduled_tokens[request.request_id]
             for output, requests in self
@@ -640,10 +644,11 @@ class RequestTable:
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """End a request; the caller has it dropped from `running`, by `drop_finished`."""
-        if request in self.waiting:
+        before = request.status
+        if before is not RequestStatus.RUNNING and request in self.waiting:
             self.waiting.remove(request)
             self.paused.pop(request, None)
-        if request.status is not RequestStatus.WAITING:  # else the runner never heard of it
+        if before is not RequestStatus.WAITING:  # else the runner never heard of it
             self.finished_req_ids.append(request.request_id)
         request.status = status
         if self.just_ended is not None and (self.tells_all_ends or CACHE_SECONDS in request.hints):
@@ -660,7 +665,8 @@ class RequestTable:
 
     def drop_finished(self) -> None:
         """Some of `running` have ended: nothing here may keep them."""
-        self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+        running = RequestStatus.RUNNING  # to look it up for each takes longer than the rest
+        self.running = [r for r in self.running if r.status is running]
         self._last_decodes = Decodes([])
 
     def _num_written_tokens(self, request: Request) -> int:

@@ -5,6 +5,7 @@ stands.
 """
 
 import ctypes
+import os
 import signal
 import sys
 import threading
@@ -74,12 +75,17 @@ class _Watcher:
     """Looks at every call of this process that is being made."""
 
     def __init__(self) -> None:
+        self._begin_anew()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._begin_anew)  # a fork leaves its thread behind
+
+    def _begin_anew(self) -> None:
         self._lock = threading.Lock()
         self._calls: set[TimedCall] = set()
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> TimedCall:
-        if self._thread is None or not self._thread.is_alive():  # at first, and after a fork
+        if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name="aioserve-time-limit", daemon=True
             )
@@ -122,9 +128,12 @@ def begin_call(seconds: float) -> TimedCall:
 
 def end_call(call: TimedCall) -> None:
     """End the time of a call; `was_ended` says whether it took too long."""
-    with suppress(OutOfTime, KeyboardInterrupt):  # one that came as the call ended by itself
+    try:
         _WATCHER.end(call)
-        if call.was_ended:
+    except (OutOfTime, KeyboardInterrupt):  # it came as the call ended by itself
+        _WATCHER.end(call)
+    if call.was_ended:
+        with suppress(OutOfTime, KeyboardInterrupt):
             _take_interrupt()
 
 

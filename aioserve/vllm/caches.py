@@ -72,6 +72,8 @@ def encoder_inputs(
     """Return the images and sounds of a request as aioserve knows them, at the same indices;
     `whole`: each runs in one step. Raises `RequestError` if two of them share a place.
     """
+    if not features:
+        return ()
     inputs = tuple(
         EncoderInput(
             position=feature.mm_position.offset,

@@ -103,9 +103,7 @@ class RunnerPlans:
         requests = [tracked[name].ours for name in names]
         new_blocks: list[tuple[list[int], ...] | None]
         if given := cached.new_block_ids:
-            new_blocks = [
-                (_their_blocks(ids),) if (ids := given.get(name)) else None for name in names
-            ]
+            new_blocks = [(_their_blocks(ids),) if ids else None for ids in map(given.get, names)]
         else:
             new_blocks = [None] * len(names)
         num_output = _num_outputs(requests, num_computed)

@@ -111,8 +111,9 @@ class Arrivals:
     def __call__(self, arrival_time: float) -> float:
         """Return the time of the clock; never a time to come."""
         now = self._clock()
-        if abs(now - time.time() - self._shift) > MAX_DRIFT:
-            self._shift = now - time.time()
+        shift = now - time.time()
+        if abs(shift - self._shift) > MAX_DRIFT:
+            self._shift = shift
         return min(arrival_time + self._shift, now)
 
 

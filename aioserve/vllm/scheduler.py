@@ -265,7 +265,8 @@ class Scheduler(TheirInterface):
                 )
                 return
             tracked = to_ours(request, self._arrivals, whole_images=self._runs_images_whole)
-            self._items.enter(tracked.ours)
+            if tracked.ours.encoder_inputs:
+                self._items.enter(tracked.ours)
             try:
                 self._loop.add_request(tracked.ours)
             except AioserveError:
@@ -478,10 +479,17 @@ class Scheduler(TheirInterface):
         made, tracked = [], self._tracked
         for output in outputs:
             row = tracked[output.request_id]
-            if row.is_plain and output.finish_reason is None:  # tokens alone: most are
+            if not row.is_plain:
+                made.append(self._their_output(row, output, result))
+            elif output.finish_reason is None:  # tokens alone: most are
                 made.append(EngineCoreOutput(output.request_id, output.new_token_ids))
             else:
-                made.append(self._their_output(row, output, result))
+                reason, stop_reason = REASONS[output.finish_reason], output.stop_reason
+                self._note_end(row.theirs, reason, stop_reason)
+                name, token_ids = output.request_id, output.new_token_ids
+                made.append(
+                    EngineCoreOutput(name, token_ids, finish_reason=reason, stop_reason=stop_reason)
+                )
         return made
 
     def _their_output(
@@ -504,10 +512,7 @@ class Scheduler(TheirInterface):
             caches = self.settings.enable_prefix_caching
             prefill_stats.finalize(row.ours.num_prompt_tokens // size * size if caches else 0)
         if reason is not None:
-            theirs.status = ENDS[reason]
-            theirs.stop_reason = stop_reason
-            self._forget(name)
-            self._note_finished(theirs)
+            self._note_end(theirs, reason, stop_reason)
         nans = result.num_nans_in_logits
         if nans is not None and name in nans:
             theirs.num_nans_in_logits = nans[name]
@@ -526,6 +531,14 @@ class Scheduler(TheirInterface):
             num_nans_in_logits=theirs.num_nans_in_logits,
             pooling_output=pooled[index] if (pooled := result.pooler_output) else None,
         )
+
+    def _note_end(
+        self, request: TheirRequest, reason: FinishReason, stop_reason: int | str | None
+    ) -> None:
+        """Its result has ended a request."""
+        request.status, request.stop_reason = ENDS[reason], stop_reason
+        self._forget(request.request_id)
+        self._note_finished(request)
 
     def _follow(
         self,
