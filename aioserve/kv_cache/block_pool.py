@@ -38,11 +38,14 @@ def hash_blocks(request: Request, num_blocks: int, size: int) -> None:
     start, end = len(hashes) * size, num_blocks * size
     if start >= end:
         return
-    parent, encoder_inputs = hashes[-1] if hashes else _root(request), request.encoder_inputs
+    parent = hashes[-1] if hashes else _root(request)
     data, width = pack(f"<{end - start}I", *request.token_ids[start:end]), 4 * size
+    if end - start == size and not request.encoder_inputs:  # one that decodes have filled
+        hashes.append(blake2b(parent + data).digest()[:HASH_BYTES])
+        return
     for offset in range(0, len(data), width):
         block = parent + data[offset : offset + width]
-        if encoder_inputs:
+        if request.encoder_inputs:
             position = start + offset // 4
             block += _encoder_key(request, position, position + size)
         parent = blake2b(block).digest()[:HASH_BYTES]
@@ -196,6 +199,11 @@ class BlockPool:
                 f"{num_blocks} KV blocks are asked for, {self.num_free_blocks} are free"
             )
         unused, ref_counts = self._unused, self.ref_counts
+        if num_blocks == 1 and unused:  # for a decode
+            block_id = unused.pop()
+            ref_counts[block_id] = 1
+            self.num_free_blocks -= 1
+            return [block_id]
         num_lacking = num_blocks - len(unused)
         if num_lacking <= 0:
             block_ids = unused[: -num_blocks - 1 : -1]

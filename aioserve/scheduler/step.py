@@ -518,7 +518,8 @@ class Step(OpenStep):
 
     def _num_slots(self, request: Request, num_tokens: int) -> int:
         """KV slots for `num_tokens` tokens and the drafts after them; the last one needs none."""
-        return min(num_tokens + self._num_lookahead_tokens, request.max_total_tokens - 1)
+        num_slots, most = num_tokens + self._num_lookahead_tokens, request.max_total_tokens - 1
+        return num_slots if num_slots < most else most
 
     def _find_blocks(self, request: Request, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens, preempting victims; False if it lost its own place."""

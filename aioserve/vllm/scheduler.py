@@ -49,11 +49,11 @@ from aioserve.scheduler import (
 from aioserve.scheduler.blame import blamed
 from aioserve.scheduler.delegate import innermost
 from aioserve.scheduler.results import take_drafts
-from aioserve.vllm.bounded import BoundedScheduler
 from aioserve.vllm.caches import BlockEvents, DraftHeadPrefixes, EncoderItems
 from aioserve.vllm.plans import RunnerPlans
 from aioserve.vllm.requests import ENDS, REASONS, STATUSES, Arrivals, Tracked, to_ours
-from aioserve.vllm.settings import load_served, read_settings
+from aioserve.vllm.served import BoundedScheduler, load_served
+from aioserve.vllm.settings import read_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -3,7 +3,7 @@
 Its own settings come from `--additional-config '{"aioserve": {...}}'`, or from a YAML file of
 aioserve's that is named there. What vLLM decides (batch size, token budget, blocks, drafts) is
 taken from vLLM. A feature of vLLM's that is not translated is refused by its name before a request
-comes, never met half-way, and so is a policy that asks for what vLLM's runner does not give.
+comes, never met half-way.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.config.load import convert, read_file
 from aioserve.errors import ConfigError
-from aioserve.scheduler import BaseScheduler, load_policy
 
 #: The key of `--additional-config` under which aioserve's settings are.
 KEY = "aioserve"
@@ -113,30 +112,6 @@ def read_settings(
         check=check,
         shadow=shadow,
     )
-
-
-def load_served(name: str) -> type[BaseScheduler]:
-    """Return the class of a policy that can plan inside vLLM. Raises `ConfigError` if there is no
-    such policy, or if it asks for what vLLM's runner does not give.
-    """
-    policy = load_policy(name)
-    if not issubclass(policy, BaseScheduler):
-        raise ConfigError(
-            f"policy {name!r} derives from SchedulerInterface alone: inside vLLM, policies derive "
-            "from BaseScheduler"
-        )
-    if policy.sets_frequency:
-        raise ConfigError(
-            f"policy {policy.__name__} sets the card's clock (sets_frequency), which only a "
-            "simulated card has; it would have no effect inside vLLM: compare it "
-            "(python -m aioserve compare)"
-        )
-    if policy.wants_row_values:
-        raise ConfigError(
-            f"policy {policy.__name__} wants row values ({', '.join(policy.wants_row_values)}), "
-            "which vLLM's runner does not compute: serve it by aioserve itself, on a CPU"
-        )
-    return policy
 
 
 def _given(additional_config: Any) -> tuple[dict[str, Any], bool, Any]:

@@ -4,7 +4,7 @@ import copy
 import inspect
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -24,6 +24,7 @@ from vllm.v1.core.sched.interface import SchedulerInterface
 
 from aioserve.errors import ConfigError
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
+from aioserve.request import RequestStatus
 from aioserve.scheduler import (
     BaseScheduler,
     Request,
@@ -559,6 +560,22 @@ class WantsEntropies(Sees):
     wants_row_values = ("entropy",)
 
 
+class EndsByItself(Sees):
+    """Raises where vLLM's engine core ends requests."""
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        raise ValueError("planted")
+
+
+class IsNeverDone(Sees):
+    """Raises where vLLM's engine core asks whether there is anything to do."""
+
+    def has_requests(self) -> bool:
+        raise ValueError("planted")
+
+
 HERE = f"{Path(__file__)}"
 
 
@@ -734,9 +751,11 @@ def test_what_is_not_translated_is_refused_by_name(
     [
         ("SetsTheClock", r"policy SetsTheClock sets the card's clock .* no effect inside vLLM"),
         ("WantsEntropies", r"policy WantsEntropies wants row values \(entropy\), which vLLM's"),
+        ("EndsByItself", r"policy EndsByItself overrides finish_requests\(\), which vLLM's engine"),
+        ("IsNeverDone", r"policy IsNeverDone overrides has_requests\(\), which vLLM's engine core"),
     ],
 )
-def test_a_policy_that_asks_for_what_vllm_does_not_give_is_refused(
+def test_a_policy_that_cannot_serve_inside_vllm_is_refused(
     engine: Engine, policy: str, words: str
 ) -> None:
     """At the start, and when it is to take over; the one that plans then goes on."""
