@@ -395,14 +395,18 @@ class Step(OpenStep):
             num_computed = [r.num_computed_tokens - 1 for r in requests]
         else:
             req_ids = [r.request_id for r in requests]
-            num_scheduled = dict(zip(req_ids, tokens.values(), strict=True))
+            counts = [*tokens.values()]
+            num_scheduled = dict(zip(req_ids, counts, strict=True))
             cached = requests[: len(requests) - len(admitted)]
             if requests[len(cached) :] == [*admitted]:  # as of most policies: the new ones are last
-                del req_ids[len(cached) :]
+                del req_ids[len(cached) :], counts[len(cached) :]
             else:
                 cached = [r for r in requests if r not in admitted]
                 req_ids = [r.request_id for r in cached]
-            num_computed = [r.num_computed_tokens - tokens[r] for r in cached]
+                counts = [tokens[r] for r in cached]
+            num_computed = [
+                r.num_computed_tokens - count for r, count in zip(cached, counts, strict=True)
+            ]
         if book.waiting:
             book.line_stop = (self.step_id, *self._stop())
         # A step that says nothing else is not handed to the runner.
