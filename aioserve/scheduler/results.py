@@ -58,13 +58,8 @@ def take_results(
         ):  # the hot path: one more token that ends nothing
             request.token_ids.append(token_ids[0])
             request.num_tokens = num_tokens
-            output = (
-                EngineCoreOutput(request.request_id, token_ids)
-                if are_plain
-                else EngineCoreOutput(
-                    request.request_id, token_ids, None, None, logprobs.get(request.request_id)
-                )
-            )
+            new_logprobs = None if are_plain else logprobs.get(request.request_id)
+            output = EngineCoreOutput(request.request_id, token_ids, None, None, new_logprobs)
         else:
             if request.status is not running and request.status.is_finished:
                 continue
