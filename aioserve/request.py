@@ -197,16 +197,6 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def __post_init__(self) -> None:
         if self.hints != {}:
             check_hints(self.hints)
-        try:  # all of them at once: nearly always they are good
-            "".join((self.request_id, self.user, self.cache_salt, self.adapter_id)).encode()
-        except (TypeError, UnicodeEncodeError):
-            self._check_texts()
-        if not (isinstance(self.priority, int) and -(2**63) <= self.priority < 2**63):
-            raise RequestError(
-                f"priority must be a 64-bit integer, got {self.priority!r}", "priority"
-            )
-
-    def _check_texts(self) -> None:
         for name in ("request_id", "user", "cache_salt", "adapter_id"):
             text = getattr(self, name)
             if not isinstance(text, str):
@@ -215,6 +205,10 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 text.encode()
             except UnicodeEncodeError as error:
                 raise RequestError(f"{name} is not valid Unicode: {error}", name) from error
+        if not (isinstance(self.priority, int) and -(2**63) <= self.priority < 2**63):
+            raise RequestError(
+                f"priority must be a 64-bit integer, got {self.priority!r}", "priority"
+            )
 
     def without_arrays(self) -> "RequestSpec":
         """Return all that a scheduler reads, and no image itself."""

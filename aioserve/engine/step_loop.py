@@ -27,7 +27,7 @@ from aioserve.errors import (
 from aioserve.outputs import EngineCoreOutputs, FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import FAILURES_UNTIL_FALLBACK, SchedulerInterface, SchedulerOutput
-from aioserve.scheduler.blame import as_policy_error, describe_result
+from aioserve.scheduler.blame import as_policy_error, blamed, describe_result
 
 logger = logging.getLogger(__name__)
 
@@ -159,9 +159,9 @@ class Observers:
         """Some of these outputs, by client, are the last of their requests."""
         ended: dict[FinishReason, list[str]] = {}
         for client_outputs in outputs.values():
-            for output in [o for o in client_outputs.outputs if o.finish_reason is not None]:
-                reason = output.finish_reason or FinishReason.ERROR
-                ended.setdefault(reason, []).append(output.request_id)
+            for output in client_outputs.outputs:
+                if output.finish_reason is not None:
+                    ended.setdefault(output.finish_reason, []).append(output.request_id)
         for reason, request_ids in ended.items():
             self.tell(self.ended, request_ids, reason)
 
@@ -266,25 +266,14 @@ class PolicyGuard:
         in order has failed as in a step: `PolicyError`, or the fallback takes the request.
         """
         try:
+            with blamed(self.scheduler.policy, "add_request()"):
+                self.scheduler.add_request(request)
+        except PolicyError as error:
+            if self._raises or not (self._note_failure(error) and self._fall_back(error)):
+                raise
             self.scheduler.add_request(request)
-        except FROM_OUTSIDE:
-            raise
-        except BaseException as error:
-            self._add_by_fallback(request, error)
         self.observers.tell(self.observers.added, request)
         self.wake()
-
-    def _add_by_fallback(self, request: Request, error: BaseException) -> None:
-        """Queue a request after the policy has raised over it; raises unless the fallback takes the
-        policy's place by that.
-        """
-        if not isinstance(error, AioserveError):
-            error = as_policy_error(error, self.scheduler.policy, "add_request()")
-        if not isinstance(error, PolicyError) or self._raises:
-            raise error
-        if not (self._note_failure(error) and self._fall_back(error)):
-            raise error
-        self.scheduler.add_request(request)
 
     def _schedule(self) -> SchedulerOutput | None:
         """Ask the policy. If it fails, the requests of that step do, and the engine goes on."""

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import blake2b
 from itertools import takewhile
 from operator import attrgetter
@@ -38,11 +38,8 @@ def hash_blocks(request: Request, num_blocks: int, size: int) -> None:
     start, end = len(hashes) * size, num_blocks * size
     if start >= end:
         return
-    parent = hashes[-1] if hashes else _root(request)
+    parent = hashes[-1] if hashes else _root(request.cache_salt, request.adapter_id)
     data, width = pack(f"<{end - start}I", *request.token_ids[start:end]), 4 * size
-    if end - start == size and not request.encoder_inputs:  # one that decodes have filled
-        hashes.append(blake2b(parent + data).digest()[:HASH_BYTES])
-        return
     for offset in range(0, len(data), width):
         block = parent + data[offset : offset + width]
         if request.encoder_inputs:
@@ -52,15 +49,11 @@ def hash_blocks(request: Request, num_blocks: int, size: int) -> None:
         hashes.append(parent)
 
 
-def _root(request: Request) -> bytes:
+@lru_cache(maxsize=64)
+def _root(cache_salt: str, adapter_id: str) -> bytes:
     """Return what must match besides tokens: salt and adapter; the length keeps them apart."""
-    if not (request.cache_salt or request.adapter_id):
-        return _PLAIN_ROOT
-    salt, adapter = request.cache_salt.encode(), request.adapter_id.encode()
+    salt, adapter = cache_salt.encode(), adapter_id.encode()
     return blake2b(b"%d:%b%b" % (len(salt), salt, adapter)).digest()[:HASH_BYTES]
-
-
-_PLAIN_ROOT = blake2b(b"0:").digest()[:HASH_BYTES]  # of neither salt nor adapter
 
 
 def _encoder_key(request: Request, start: int, end: int) -> bytes:
@@ -251,16 +244,6 @@ class BlockPool:
     def lookup(self, block_hash: bytes) -> int | None:
         """Return the block with this content, held or free; None if there is none."""
         return self._index.get(block_hash)
-
-    def find_prefix(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """Return the blocks with these contents, up to the first that is not there."""
-        lookup, found = self._index.get, []
-        for block_hash in block_hashes:
-            block_id = lookup(block_hash)
-            if block_id is None:
-                break
-            found.append(block_id)
-        return found
 
     def register(self, block_ids: Iterable[int], block_hashes: Iterable[bytes]) -> None:
         """Make held, full blocks findable; of equal contents the first block wins."""

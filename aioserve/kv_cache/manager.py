@@ -180,7 +180,12 @@ class KVCacheManager:
             return []
         num_blocks = (request.num_tokens - 1) // self.block_size
         hash_blocks(request, num_blocks, self.block_size)
-        return self.pool.find_prefix(request.block_hashes[:num_blocks])
+        lookup, found = self.pool.lookup, []
+        for block_hash in request.block_hashes[:num_blocks]:
+            if (block_id := lookup(block_hash)) is None:
+                break
+            found.append(block_id)
+        return found
 
     def estimate_cached_tokens(self, request: Request) -> int:
         """About how many tokens of the request are cached: by bisection, so cheap enough to ask
@@ -254,8 +259,7 @@ class KVCacheManager:
         num_needed = self._num_blocks(num_slots) - len(computed_blocks)
         if num_needed <= 0:  # of a paused request
             return True
-        held = self.pool.ref_counts
-        num_revived = [held[b] for b in computed_blocks].count(0)
+        num_revived = [self.pool.ref_counts[b] for b in computed_blocks].count(0)
         num_freed = 0 if gone is None else gone.num_freed(computed_blocks)
         num_kept = 0 if is_alone else self.num_watermark_blocks
         return num_needed + num_revived + num_kept <= self.pool.num_free_blocks + num_freed

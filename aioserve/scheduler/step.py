@@ -113,11 +113,8 @@ class Step(OpenStep):
 
         As a loop would, but quicker: this is what most rows of most steps are.
         """
-        tokens, budget, num_lookahead_tokens = (
-            self.tokens,
-            self.token_budget,
-            self._num_lookahead_tokens,
-        )
+        tokens, budget = self.tokens, self.token_budget
+        num_lookahead_tokens = self._num_lookahead_tokens
         running, prefills = RequestStatus.RUNNING, []
         is_first = not tokens  # no request is served twice then: each runs once
         for request in self._book.running:
@@ -238,9 +235,9 @@ class Step(OpenStep):
         if request.status is RequestStatus.PAUSED:
             self._resume(request, num_slots)
         else:
-            if fresh := self._fresh_blocks:
-                for owner in {fresh[b] for b in computed_blocks if b in fresh}:
-                    self._dependents.setdefault(owner, []).append(request)
+            fresh = self._fresh_blocks
+            for owner in {fresh[b] for b in computed_blocks if b in fresh} if fresh else ():
+                self._dependents.setdefault(owner, []).append(request)
             self._kv_cache.admit(request, computed_blocks, num_slots, num_external)
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
@@ -395,18 +392,13 @@ class Step(OpenStep):
             num_computed = [r.num_computed_tokens - 1 for r in requests]
         else:
             req_ids = [r.request_id for r in requests]
-            counts = [*tokens.values()]
-            num_scheduled = dict(zip(req_ids, counts, strict=True))
+            num_scheduled = dict(zip(req_ids, tokens.values(), strict=True))
             cached = requests[: len(requests) - len(admitted)]
-            if requests[len(cached) :] == [*admitted]:  # as of most policies: the new ones are last
-                del req_ids[len(cached) :], counts[len(cached) :]
-            else:
+            if requests[len(cached) :] != [*admitted]:  # most policies serve the new ones last
                 cached = [r for r in requests if r not in admitted]
                 req_ids = [r.request_id for r in cached]
-                counts = [tokens[r] for r in cached]
-            num_computed = [
-                r.num_computed_tokens - count for r, count in zip(cached, counts, strict=True)
-            ]
+            del req_ids[len(cached) :]
+            num_computed = [r.num_computed_tokens - tokens[r] for r in cached]
         if book.waiting:
             book.line_stop = (self.step_id, *self._stop())
         # A step that says nothing else is not handed to the runner.
@@ -522,8 +514,7 @@ class Step(OpenStep):
 
     def _num_slots(self, request: Request, num_tokens: int) -> int:
         """KV slots for `num_tokens` tokens and the drafts after them; the last one needs none."""
-        num_slots, most = num_tokens + self._num_lookahead_tokens, request.max_total_tokens - 1
-        return num_slots if num_slots < most else most
+        return min(num_tokens + self._num_lookahead_tokens, request.max_total_tokens - 1)
 
     def _find_blocks(self, request: Request, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens, preempting victims; False if it lost its own place."""

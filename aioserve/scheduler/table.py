@@ -282,13 +282,8 @@ class StepsInFlight(deque[tuple[SchedulerOutput, list[Request]]]):
 
     def num_tokens(self, request: Request) -> int:
         """Return tokens of the request that steps in flight compute, drafts included."""
-        if not self:
-            return 0
-        return sum(
-            output.num_scheduled_tokens[request.request_id]
-            for output, requests in self
-            if request in requests
-        )
+        counts = (output.num_scheduled_tokens for output, rows in self if request in rows)
+        return sum(count[request.request_id] for count in counts) if self else 0
 
     def requests(self) -> set[Request]:
         """Return all requests that are rows of a step in flight."""
