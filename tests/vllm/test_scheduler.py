@@ -598,6 +598,39 @@ def test_hints_reach_the_policy(engine: Engine) -> None:
 
 
 @of("plain", "asynchronous")
+def test_a_client_keeps_a_prefix_for_as_long_as_it_asks(engine: Engine) -> None:
+    scheduler = exchange(engine.llm, policy="fair", check=True)
+    leases = scheduler.policy.kv_cache.leases
+    kept, dropped = ids(5, 3 * BLOCK_SIZE), ids(405, 3 * BLOCK_SIZE)
+    asks = SamplingParams(temperature=0.0, max_tokens=3, extra_args={"cache_seconds": 60})
+    generate(engine.llm, [kept, dropped], [asks, greedy(3)])
+    for number in range(4):  # more than all KV blocks together
+        generate(engine.llm, [ids(505 + 300 * number, 300)], [greedy(3)])
+    again = engine.llm.generate([kept, dropped], [greedy(3)] * 2, use_tqdm=False)
+    assert [each.num_cached_tokens for each in again] == [2 * BLOCK_SIZE, 0]
+    assert len(leases) == 1
+    assert scheduler.get_kv_cache_usage() == pytest.approx(3 / scheduler.settings.num_blocks)
+    assert scheduler.reset_prefix_cache()
+    assert len(leases) == 0
+    check_over(scheduler)
+
+
+@of("plain")
+def test_the_lease_of_a_client_ends_with_its_time(engine: Engine) -> None:
+    scheduler = exchange(engine.llm, policy="fcfs", check=True)
+    leases = scheduler.policy.kv_cache.leases
+    asks = SamplingParams(temperature=0.0, max_tokens=3, extra_args={"cache_seconds": 0.2})
+    generate(engine.llm, [ids(5, 3 * BLOCK_SIZE)], [asks])
+    generate(engine.llm, [ids(5, 40)], [greedy(1)])  # the step that makes the lease
+    made = leases.next_due(None)
+    assert made is not None
+    time.sleep(max(made - scheduler.policy.clock(), 0.0))
+    generate(engine.llm, [ids(5, 40)], [greedy(1)])
+    assert len(leases) == 0
+    check_over(scheduler)
+
+
+@of("plain", "asynchronous")
 @pytest.mark.parametrize(
     "policy", ["Raises", "RaisesInUpdate", "Loops", "LoopsInOrder", "HalvesTokens", "Nonsense"]
 )
