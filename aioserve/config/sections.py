@@ -329,7 +329,7 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=2)] | None,
         doc(
             "steps in flight: 2 plans a step while the runner computes the one before (default: 2 "
-            "on a CUDA device, else 1)"
+            "on a CUDA device and on simulated cards of engines that do so, else 1)"
         ),
     ] = None
     decision_log: Annotated[

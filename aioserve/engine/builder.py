@@ -187,7 +187,7 @@ class EngineBuilder:
         `ConfigError` or `PolicyError`.
         """
         check_asked(self._policy, info)
-        self.config = config = _with_runner(self.config, info)
+        self.config = config = with_runner(self.config, info)
         clock, metrics = self._clock, self._metrics
         if config.cache.kv_connector != "none":
             make_connector = load("engine", "KV connector")
@@ -318,8 +318,8 @@ def _check_logs(settings: SchedulerConfig) -> None:
     check_writable(settings.request_log, "request log")
 
 
-def _with_runner(config: EngineConfig, info: RunnerInfo) -> EngineConfig:
-    """Return what the scheduler's settings amount to with this runner."""
+def with_runner(config: EngineConfig, info: RunnerInfo) -> EngineConfig:
+    """Return the settings with those of the scheduler that depend on the runner, by its `info`."""
     scheduler, speculation = config.scheduler, config.speculation
     if scheduler.pipeline_depth is None:
         scheduler = msgspec.structs.replace(scheduler, pipeline_depth=info.pipeline_depth)

@@ -212,6 +212,8 @@ class SimulatedRunner(RunnerInterface):
                 config.runner.simulated_window,
                 cache.num_window_blocks,
             )
+        has_drafts = config.speculation.speculative_method != "none"
+        has_drafts = has_drafts or config.runner.simulated_draft_tokens > 0
         #: What `load` answers; known before, as nothing is loaded.
         self.info = RunnerInfo(
             num_kv_blocks=cache.num_kv_blocks or num_blocks,
@@ -221,6 +223,8 @@ class SimulatedRunner(RunnerInterface):
             supports_pooling=True,
             max_draft_tokens=config.runner.simulated_draft_tokens,
             gives_row_values=True,
+            # What a draft continues is not known before the step in flight has ended.
+            pipeline_depth=1 if has_drafts else self._step_time.pipeline_depth,
             sets_frequency=True,
         )
 

@@ -65,6 +65,9 @@ class StepTimeSource(ABC):
     machine: str = ""
     #: Where `host_ms` of its rates comes from, for heads of reports; "" where settings state it.
     host: str = ""
+    #: Steps that the engine whose times these are has under way: 2 under asynchronous scheduling,
+    #: which plans a step while the one before runs. The default of a simulated run.
+    pipeline_depth: int = 1
     #: Watts that it draws while a step runs, and between steps; None: the source knows none.
     watts: tuple[float, float] | None = None
     #: The share by which a step may be shorter than one with less work, as measured times are that

@@ -253,6 +253,44 @@ def test_the_simulated_pool_is_that_of_the_card() -> None:
     assert blueprint.runner_info.num_kv_blocks == pytest.approx(27_300, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("settings", "depth"),
+    [
+        ([("runner.profile", READY)], 2),
+        ([("runner.profile", READY), ("scheduler.pipeline_depth", 1)], 1),
+        ([("runner.profile", READY), ("runner.simulated_draft_tokens", 3)], 1),
+        ([("runner.profile", "h200-llama-3.1-70b-fp8-trtllm")], 1),
+        ([], 1),
+    ],
+    ids=["vllm", "stated", "drafts", "trtllm", "no card"],
+)
+def test_a_card_of_an_asynchronous_engine_has_two_steps_under_way(
+    settings: list[tuple[str, object]], depth: int
+) -> None:
+    from aioserve.config import EngineConfig
+    from aioserve.lab.simulation.stepped_engine import Blueprint
+
+    assert Blueprint(EngineConfig.load(None, settings)).config.scheduler.depth == depth
+
+
+def test_a_first_token_waits_for_the_step_that_is_planned_already() -> None:
+    """Two steps under way are what `scheduler.pipeline_depth: 2` is, and no less than one."""
+    from aioserve.config import EngineConfig
+    from aioserve.lab.simulation.run import simulate
+    from aioserve.lab.workloads.synthetic import WorkloadSource
+
+    workload = WorkloadSource(path="mixed", limit=40).load(1)
+    found = {}
+    for depth in (None, 1, 2):
+        config = EngineConfig.load(
+            "chunked_prefill", [("runner.profile", READY), ("scheduler.pipeline_depth", depth)]
+        )
+        requests = simulate(config, workload).requests
+        found[depth] = [request.token_times[0] - request.arrival for request in requests]
+    assert found[None] == found[2]
+    assert sum(found[2]) > 1.1 * sum(found[1])
+
+
 def test_groups_of_a_fleet_have_cards_policies_and_prices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ class Host(msgspec.Struct, frozen=True):
     one_ms: float  # of an engine on one card
     several_ms: float  # of an engine that tells the processes of several cards
     launch_ms: float  # of a layer that is launched kernel by kernel, outside of CUDA graphs
+    depth: int  # steps under way: 2 under asynchronous scheduling
     one_source: str  # on what part of which runs the first two numbers were fitted
     several_source: str
 
@@ -47,6 +48,7 @@ HOSTS = (
         0.0,
         1.4,
         0.345,
+        2,
         "fitted to four runs on one H100 of vLLM 0.15, asynchronous by default",
         "fitted to one run on four H100 of vLLM 0.15, asynchronous by default",
     ),
@@ -75,6 +77,14 @@ def least_ms_of(engine: str, version: str, architecture: str, num_layers: int) -
     """
     host = _find_host(engine, version)
     return host.launch_ms * num_layers if host and architecture in LAUNCHED else 0.0
+
+
+def depth_of(engine: str, version: str) -> int:
+    """Return how many steps the engine has under way: that of the runs to which the host's time was
+    fitted; 1 of an engine of which no run has been compared.
+    """
+    host = _find_host(engine, version)
+    return host.depth if host else 1
 
 
 def _find_host(engine: str, version: str) -> Host | None:

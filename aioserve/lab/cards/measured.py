@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from aioserve.errors import ConfigError, did_you_mean, one_line
 from aioserve.lab.cards import engines, tables
-from aioserve.lab.cards.engines import host_of, least_ms_of
+from aioserve.lab.cards.engines import depth_of, host_of, least_ms_of
 from aioserve.lab.cards.tables import (
     CardTables,
     TableOptions,
@@ -179,6 +179,7 @@ def _measure(card: Card) -> TableOptions:
         source=f"measured operators of {EXTRA} {version(EXTRA)}",
         host_ms=host_ms,
         host=host,
+        depth=depth_of(card.engine, package.version),
         least_ms=least_ms_of(card.engine, package.version, package.architecture, package.layers),
         busy_watts=package.watts(),
     )

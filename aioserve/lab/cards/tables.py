@@ -107,6 +107,7 @@ class TableOptions(StepTimeOptions, frozen=True, kw_only=True):
     source: str = ""
     error: str = ""
     host: str = ""  # where `host_ms` comes from
+    depth: Annotated[int, Meta(ge=1, le=2)] = 1  # steps that the engine has under way
     busy_watts: Number = 0.0  # of all its cards together while a step runs; 0: not known
     idle_watts: Number = 0.0  # between steps
     #: Milliseconds that launching the kernels of a step takes: no step is shorter.
@@ -128,6 +129,7 @@ class TableStepTimes(StepTimeSource):
         super().__init__(options)
         self.machine, self.source = options.machine, options.source
         self.error, self.host = options.error, options.host
+        self.pipeline_depth = options.depth
         self._engine = options.engine
         if options.busy_watts:
             self.watts = options.busy_watts, options.idle_watts
@@ -256,6 +258,8 @@ def write_tables(options: TableOptions, head: str) -> str:
         lines.append(f"{name}: {json.dumps(getattr(options, name))}")
     lines.append(f"busy_watts: {options.busy_watts:g} # the limits of the boards")
     lines.append(f"host_ms: {options.host_ms:g}")
+    if options.depth != 1:
+        lines.append(f"depth: {options.depth} # steps under way: it schedules asynchronously")
     if options.least_ms:
         lines.append(f"least_ms: {options.least_ms:g} # what launching the kernels of a step takes")
     lines.append("tables:")

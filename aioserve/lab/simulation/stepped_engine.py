@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from aioserve.config import EngineConfig
-from aioserve.engine.builder import fit_max_model_len, make_kv_cache
+from aioserve.engine.builder import fit_max_model_len, make_kv_cache, with_runner
 from aioserve.engine.step_loop import StepLoop
 from aioserve.fleet.routing import ReplicaReport, StepTimes
 from aioserve.kv_cache import KVCacheManager, KVEvent
@@ -139,6 +139,7 @@ class Blueprint:
         self._step_time = step_times(config.runner)
         self.policy = load_policy(config.scheduler.policy)
         self.runner_info = self.make_runner().info
+        self.config = with_runner(config, self.runner_info)
         num_slots = self.runner_info.num_kv_blocks * config.cache.block_size
         self.max_model_len = fit_max_model_len(
             config.model, self.model_info.max_model_len, num_slots

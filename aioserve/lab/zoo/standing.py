@@ -93,6 +93,8 @@ SETTINGS: tuple[tuple[str, Any], ...] = (
 MEASURED = "zoo-2"
 OF_MACHINE = ("runner.profile", "cache.num_kv_blocks", "scheduler.max_num_seqs")
 MEASURED_SEATS = "256"
+#: Steps are planned one at a time, as on the standard's machine, whatever the card's engine does.
+MEASURED_DEPTH = ("scheduler.pipeline_depth", "1")
 #: The policy whose share in time says how hard a workload is, and the factors on the times between
 #: arrivals among which the one of a machine is found by halving.
 REFERENCE, LEAST_SCALE, MOST_SCALE, NUM_HALVINGS = "chunked_prefill", 1 / 32, 2.0, 7
@@ -119,7 +121,7 @@ def load_policies(names: list[str], machine: Settings = ()) -> list[Candidate]:
     settings = [*SETTINGS]
     if machine:
         settings = [(name, value) for name, value in SETTINGS if name not in OF_MACHINE]
-        settings += [*machine, ("scheduler.max_num_seqs", MEASURED_SEATS)]
+        settings += [*machine, ("scheduler.max_num_seqs", MEASURED_SEATS), MEASURED_DEPTH]
     return [with_whole_prompts(candidate) for candidate in load_candidates(names, settings)]
 
 

@@ -22,7 +22,12 @@ ONE_DEEP = f"{BY_CARD}, one step deep"
 #: The sets of measured runs, by the names of their folders.
 RUNS, STAGES = "vllm-rtx", "vllm-h100"
 #: Of what the errors of each set are: the source of step times, the engine, the runs, the cards.
-H100 = (EXTRA, "vllm", "stages of runs of vLLM 0.15 (host fitted on them)", "h100_sxm")
+H100 = (
+    EXTRA,
+    "vllm",
+    "stages of runs of vLLM 0.15 (host fitted on them, two steps under way)",
+    "h100_sxm",
+)
 RTX = ("operator tables", "vllm", "runs of vLLM 0.19 (host fitted)", "RTX4090 RTXPRO6000")
 #: The time per token of a request is called so in one set, and otherwise in the other.
 ALIKE = {"itl_mean": "tpot_mean"}
