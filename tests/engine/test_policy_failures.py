@@ -22,6 +22,7 @@ from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, RequestOutput
 from aioserve.request import RequestStatus
 from aioserve.scheduler import Request, SchedulerInterface, SchedulerOutput
 from tests.processes import PATIENCE
+from tests.slow import mostly_slow
 
 BAD = 13  # a prompt that begins with this token provokes the policy
 
@@ -185,7 +186,7 @@ def test_the_error_names_the_policy_and_the_rule_and_the_engine_goes_on(
     run(policy, main, monkeypatch, pipeline_depth=depth, stall_timeout=7.0)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", mostly_slow([1, 2], but=[2]))
 @pytest.mark.parametrize(
     ("policy", "message"),
     [

@@ -13,6 +13,7 @@ from aioserve.gpu.cuda.device import Event
 from aioserve.gpu.cuda.host_blocks import Copied, DeviceBlocks
 from aioserve.kv_cache import KVConnectorMetadata
 from tests.runner.cuda.fake_device import FakeDevice, TooEarlyError
+from tests.slow import examples
 
 NUM_PAGES, NUM_SLOTS, BLOCK_BYTES = 9, 6, 6 * 4 + 8 * 2
 
@@ -34,7 +35,7 @@ def test_copies_are_done_between_the_steps_around_them(
 ) -> None:
     """Steps overwrite pages; two are in flight, and slots that no step has are read meanwhile."""
     monkeypatch.setattr(host_blocks, "STAGE_BYTES", num_staged * BLOCK_BYTES)
-    for seed in range(8):
+    for seed in range(examples(3, slow=8)):
         rng, device, caches = random.Random(seed), FakeDevice(seed, eagerness), make_caches()
         worker = DeviceBlocks(device, caches, NUM_SLOTS * BLOCK_BYTES + 1, "by hand")
         assert worker.num_slots == NUM_SLOTS
