@@ -617,7 +617,7 @@ def test_a_client_keeps_a_prefix_for_as_long_as_it_asks(engine: Engine) -> None:
 
 @of("plain")
 def test_the_lease_of_a_client_ends_with_its_time(engine: Engine) -> None:
-    scheduler = exchange(engine.llm, policy="fcfs", check=True)
+    scheduler = exchange(engine.llm, policy="fair", check=True)
     leases = scheduler.policy.kv_cache.leases
     asks = SamplingParams(temperature=0.0, max_tokens=3, extra_args={"cache_seconds": 0.2})
     generate(engine.llm, [ids(5, 3 * BLOCK_SIZE)], [asks])
