@@ -137,6 +137,8 @@ def without_card(arch: str) -> Any:
         module = importlib.import_module(f"flashinfer.{place}")
         setattr(module, name, _built(getattr(module, name)))
     major, minor = (int("".join(filter(str.isdigit, number))) for number in arch.split("."))
+    if torch.version.cuda is None:  # of a torch for the CPU, whose version is compared
+        torch.version.cuda = "12.9"
     for place in ("decode", "prefill", "utils"):
         module = importlib.import_module(f"flashinfer.{place}")
         module.get_compute_capability = lambda device: (major, minor)  # type: ignore[attr-defined]

@@ -60,6 +60,7 @@ FAULTS = [
     ("versions", "WithoutTriton", "triton", "triton: ModuleNotFoundError: import of triton halted"),
     ("kernels", "WithoutCompiler", "window", "RuntimeError: Could not find nvcc and default cuda"),
     ("attention", "WrongKernel", "heads of 64", "wrong numbers: the worst head is off by "),
+    ("attention", "SilentKernel", "28/4 heads", "wrong numbers: the worst head is off by "),
     ("graphs", "StalePlan", "", "wrong numbers: the worst head is off by "),
     ("sampler", "WithoutTopP", "top-p", "draws are outside of top-p"),
     ("overlap", "UnguardedPlan", "depth 2, with graphs", "copies of this buffer are still queued"),
