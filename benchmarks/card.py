@@ -48,12 +48,12 @@ class Stage(NamedTuple):
 #: In order of how likely they fail. The first five together, and the others, take under 4 minutes.
 STAGES = {
     "versions": Stage(30, 30, "Can everything be imported, and is there a card?"),
-    "kernels": Stage(60, 40, "Does flashinfer load, or compile, the kernels of each kind?"),
+    "kernels": Stage(60, 60, "Does flashinfer load, or compile, the kernels of each kind?"),
     "attention": Stage(70, 25, "Does each kind of attention give the numbers of plain torch?"),
     "graphs": Stage(40, 25, "Do CUDA graphs hold far from the lengths of their capture?"),
-    "sampler": Stage(30, 20, "Does the card draw the tokens that the CPU draws?"),
-    "overlap": Stage(85, 50, "Do 100 overlapped requests with preemption get the right tokens?"),
-    "speed": Stage(110, 60, "Which share of the theoretical limit is reached?"),
+    "sampler": Stage(30, 25, "Does the card draw the tokens that the CPU draws?"),
+    "overlap": Stage(85, 60, "Do 100 overlapped requests with preemption get the right tokens?"),
+    "speed": Stage(110, 80, "Which share of the theoretical limit is reached?"),
     "host": Stage(30, 20, "How long does the host work on a step, and does it ever wait?"),
 }
 
@@ -70,8 +70,8 @@ class Where(NamedTuple):
 # Running stages.
 
 
-def run_stages(names: Sequence[str], folder: Path, card: str, share: float = 1.0) -> None:
-    """Run stages, each for at most `share` of its limit, adding to the results in `folder`."""
+def run_stages(names: Sequence[str], folder: Path, card: str, patience: float = 1.0) -> None:
+    """Run stages, each within `patience` times its limit, adding to the results in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     # What takes seconds to import is imported once. A process that is forked later finds it by the
@@ -85,16 +85,16 @@ def run_stages(names: Sequence[str], folder: Path, card: str, share: float = 1.0
     for name in names:
         began = time.monotonic()
         print(f"{name}: {STAGES[name].question}", flush=True)
-        ends = _run_stage(context, name, folder, card, share)
+        ends = _run_stage(context, name, folder, card, patience)
         _write(folder, stage=name, end=ends, seconds=round(time.monotonic() - began, 1))
 
 
-def _run_stage(context: Any, name: str, folder: Path, card: str, share: float) -> str:
+def _run_stage(context: Any, name: str, folder: Path, card: str, patience: float) -> str:
     """Run a stage in as many processes as it takes to try all of its parts; returns "", or why not
     all of it was tried.
     """
     stage = STAGES[name]
-    deadline = time.monotonic() + stage.limit * share
+    deadline = time.monotonic() + stage.limit * patience
     skip: set[str] = set()
     while True:
         before, log = len(_lines(folder)), folder / f"{name}.log"
@@ -105,7 +105,7 @@ def _run_stage(context: Any, name: str, folder: Path, card: str, share: float) -
             process.start()
         except (OSError, EOFError) as error:
             return f"no process could be started ({type(error).__name__})"
-        why = _watch(process, folder, before, deadline, stage.part_limit * share)
+        why = _watch(process, folder, before, deadline, stage.part_limit * patience)
         if not why:
             return ""
         why += _last_words(log, log_size)
@@ -119,7 +119,9 @@ def _run_stage(context: Any, name: str, folder: Path, card: str, share: float) -
         if started[last]:
             return f"no other part was tried, as all need {last!r}"
         if time.monotonic() >= deadline:
-            return f"the stage has {stage.limit * share:.0f} s; what follows {last!r} was not tried"
+            return (
+                f"the stage has {stage.limit * patience:.0f} s; what follows {last!r} was not tried"
+            )
         skip |= {part for part, is_setup in started.items() if not is_setup}
 
 
@@ -322,6 +324,7 @@ def chosen(words: str) -> list[str]:
     stages=Opt("..", "stages as a..b or a,b"),
     resume=Opt(False, "keep the results of stages that have ended, and run the others"),
     folder=Opt(str(FOLDER), "where results and logs are written"),
+    patience=Opt(1.0, "factor of all limits of time: 20 where kernels have to be compiled"),
     rehearse=Opt(False, "on stand-ins for the card"),
     card=Opt(REAL_CARD, "module:class of the card or of a stand-in"),
 )
@@ -338,7 +341,7 @@ def run(args: Args) -> tuple[None, int]:
     else:
         for name in (RESULTS, *(f"{stage}.log" for stage in STAGES)):
             (folder / name).unlink(missing_ok=True)
-    run_stages(names, folder, STAND_IN if args.rehearse else args.card)
+    run_stages(names, folder, STAND_IN if args.rehearse else args.card, args.patience)
     return _report(folder)
 
 

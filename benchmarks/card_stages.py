@@ -535,11 +535,11 @@ def sampler(card: Card) -> Iterator[Part]:
 
     def same_tokens(limit: Limit) -> dict[str, Any]:
         torch.manual_seed(0)
-        logits = 3 * torch.randn(64, amounts.vocab_size)
-        columns = _columns(limit, 64)
+        logits = 3 * torch.randn(32, amounts.vocab_size)
+        columns = _columns(limit, 32)
         same = (on_card(logits, columns) == draw(logits, columns)).float().mean().item()
-        if same < 0.98:  # log and exp may differ in the last bit, which rarely decides
-            raise WrongNumbersError(f"{same:.0%} of the tokens are those of the CPU, not 98%")
+        if same < 0.96:  # log and exp may differ in the last bit, which rarely decides
+            raise WrongNumbersError(f"{same:.0%} of the tokens are those of the CPU, not 96%")
         return {"same tokens": same}
 
     def frequencies(limit: Limit) -> dict[str, Any]:
@@ -785,6 +785,9 @@ def _of_floor(least: float, seconds: float) -> dict[str, Any]:
     return {"ms": 1e3 * seconds, "floor ms": 1e3 * least, "of floor": least / seconds}
 
 
+HOST_SHAPE = "tiny"
+
+
 def host(card: Card) -> Iterator[Part]:
     """Time what the host does for steps of a tiny model, and check that it never waits."""
     amounts, size, loaded = card.amounts, card.amounts.speed, list[Loaded]()
@@ -793,7 +796,7 @@ def host(card: Card) -> Iterator[Part]:
 
         def load() -> dict[str, Any]:
             ceilings = measure_ceilings(card.device, is_rehearsal=True)
-            loaded.append(load_shape("2m", card.device, ceilings, small, Path(folder)))
+            loaded.append(load_shape(HOST_SHAPE, card.device, ceilings, small, Path(folder)))
             return {"start s": loaded[0].start_seconds}
 
         def seat(batch: int, params: SamplingParams) -> Steps:

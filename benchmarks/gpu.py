@@ -56,6 +56,13 @@ GPU_SHAPES: dict[str, dict[str, Any]] = {
     },
     "0.6b": {**SHAPES["0.6b"], "tie_word_embeddings": True},  # Qwen3-0.6B
     "2m": {**SHAPES["2m"], "tie_word_embeddings": True},  # of a rehearsal
+    "tiny": {  # whose steps are mostly the host's work; decodes on tensor cores
+        **SHAPES["2m"],
+        "num_hidden_layers": 2,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "tie_word_embeddings": True,
+    },
 }
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)

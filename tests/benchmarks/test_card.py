@@ -13,9 +13,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def examine(folder: Path, stage: str, stand_in: str, share: float = 4.0) -> Found:
+def examine(folder: Path, stage: str, stand_in: str, patience: float = 4.0) -> Found:
     """Run one stage. Its limits are longer than a card's, since this machine may be busy."""
-    run_stages([stage], folder, f"{STAND_INS}:{stand_in}", share)
+    run_stages([stage], folder, f"{STAND_INS}:{stand_in}", patience)
     return next(found for found in read_results(folder) if found.stage == stage)
 
 
@@ -24,7 +24,7 @@ def wrong_parts(found: Found) -> set[str]:
 
 
 def test_all_stages_pass_on_a_sound_stand_in(tmp_path: Path) -> None:
-    run_stages(list(STAGES), tmp_path, STAND_IN, share=4.0)
+    run_stages(list(STAGES), tmp_path, STAND_IN, patience=4.0)
     found = read_results(tmp_path)
     assert [(each.stage, each.result, each.why) for each in found] == [
         (name, "passed", []) for name in STAGES
@@ -47,7 +47,7 @@ def test_a_crash_of_the_process_costs_the_part_in_which_it_happens(tmp_path: Pat
 
 
 def test_a_hang_is_stopped_and_told_with_the_line_in_which_it_is(tmp_path: Path) -> None:
-    found = examine(tmp_path, "sampler", "HangingDraw", share=0.3)
+    found = examine(tmp_path, "sampler", "HangingDraw", patience=0.25)
     assert found.result == "failed"
     assert "min-p: the tokens of the CPU" in wrong_parts(found)
     assert not {name for name in wrong_parts(found) if not name.startswith("min-p")}
@@ -85,12 +85,28 @@ def test_a_planted_fault_is_told_in_words(
 
 @pytest.mark.slow
 def test_the_hosts_time_is_told_with_a_card_that_does_nothing(tmp_path: Path) -> None:
-    run_stages(["host"], tmp_path, "idle_card:IdleCard", share=4.0)
+    run_stages(["host"], tmp_path, "idle_card:IdleCard", patience=4.0)
     found = read_results(tmp_path)[-1]
     assert (found.result, found.why) == ("passed", [])
     assert found.parts["256 streams, sampled"]["found"]["launch us"] > 0
     assert any("plan_step" in name for name in found.parts["256 streams, profile"]["found"])
     assert "versions" not in markdown(read_results(tmp_path)).partition("\n")[2]
+
+
+@pytest.mark.slow
+def test_kernels_of_every_model_of_the_stages_are_among_the_kinds() -> None:
+    """Else a stage would compile, or take plain torch, where kernels are packed."""
+    import torch
+    from card_stages import HOST_SHAPE, KINDS, OVERLAP_SHAPE, REAL
+    from gpu import GPU_SHAPES
+
+    def kernel(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[int, bool]:
+        return head_dim, num_heads // num_kv_heads >= 4
+
+    plain = {kernel(*kind[:3]) for kind in KINDS if kind[3:] == (None, None, torch.bfloat16)}
+    for shape in (OVERLAP_SHAPE, GPU_SHAPES[REAL.shape], GPU_SHAPES[HOST_SHAPE]):
+        heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+        assert kernel(*heads, shape["head_dim"]) in plain
 
 
 def test_every_stage_has_a_planted_fault() -> None:
