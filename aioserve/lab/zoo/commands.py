@@ -93,13 +93,14 @@ def run_zoo(words: Sequence[str]) -> int:
     measured = _measure(candidates, seeds, arguments.jobs, has_costs, scales)
     results = results.with_entries(measured)
     names = [candidate.name for candidate in candidates] if arguments.policies else []
-    price = arguments.price_per_hour
+    price, card = arguments.price_per_hour, _card_flags(arguments)
     print(paint(render_board(results, price)))
     for name, policy in zip(names, arguments.policies, strict=True):
         print("\n" + paint(render_policy(results, name)))
-        print(f"\na cell of this row again: {reproducing(policy, len(seeds))}")
+        again = reproducing(policy, len(seeds), card, scales)
+        print(f"\na cell of this row again: {again}")
     if not names:
-        print(f"\na cell again: {reproducing('POLICY', len(seeds))}")
+        print(f"\na cell again: {reproducing('POLICY', len(seeds), card, scales)}")
     if arguments.store:
         write_results(results, file)
     write(arguments.json, encode(msgspec.to_builtins(as_document(results, names, price))))
@@ -150,6 +151,16 @@ def _on_machine(candidate: Candidate, machine: Sequence[tuple[str, Any]], num_jo
         raise ConfigError("--card must name a measured machine; `cards` lists what there is")
     scales = match_load(machine, read_results(), num_jobs)
     return Results(standard=MEASURED, machine=times.machine, scales=scales)
+
+
+def _card_flags(arguments: argparse.Namespace) -> str:
+    """Return the flags that name the card; "" if there is none."""
+    given = [
+        ("--card", next(iter(arguments.card), None)),
+        ("--card-model", arguments.card_model),
+        ("--card-tp", arguments.card_tp),
+    ]
+    return " ".join(f"{flag} {value}" for flag, value in given if value is not None)
 
 
 def _card_name(arguments: argparse.Namespace) -> str:

@@ -253,9 +253,10 @@ MEASURED_CARDS = ("h100-llama-3.1-8b", "h100x4-llama-3.1-70b-fp8")
 NUM_MOVED = 4  # policies that moved most, which are named
 BOUNDED = 30  # times faster, from which arrivals do not make a workload of conversations harder
 MEASURED_WORDS = """\
-The ranking {moves} on measured [cards](cards.md): with a card's memory and 256 seats, {agreeing} of
-the pairs of policies are in the order that they have here with the same seeds. Two single seeds of
-this page agree about {least_seeds} to {most_seeds} of the pairs, so {chance}.
+The ranking {moves} on measured [cards](cards.md): with a card's memory, 256 seats and one
+step planned at a time, {agreeing} of the pairs of policies are in the order that they have here
+with the same seeds. Two single seeds of this page agree about {least_seeds} to {most_seeds} of the
+pairs, so {chance}.
 {cards}
 Requests come faster there, so that `{reference}` serves as many in time as here. Energy hardly
 tells policies apart, unless one sets the card's clock, whose effect is

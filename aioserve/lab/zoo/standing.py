@@ -125,14 +125,27 @@ def load_policies(names: list[str], machine: Settings = ()) -> list[Candidate]:
     return [with_whole_prompts(candidate) for candidate in load_candidates(names, settings)]
 
 
-def reproducing(policy: str, num_seeds: int) -> str:
+def reproducing(
+    policy: str, num_seeds: int, card: str = "", scales: Mapping[str, float] | None = None
+) -> str:
     """Return the command that prints what a policy reaches in a cell of the board, by every measure
-    of `compare`; WORKLOAD stands for a name of `WORKLOADS`.
+    of `compare`; WORKLOAD stands for a name of `WORKLOADS`. On a measured machine, `card` are the
+    flags that name it, and SCALE stands for the factor of the workload among `scales`.
     """
-    return (
+    command = (
         f"python -m aioserve compare {policy} --config {VERSION} --workload {VERSION}-WORKLOAD "
         f"--seed {SEEDS[0]} --seeds {num_seeds}"
     )
+    if not card:
+        return command
+    settings = {
+        "cache.num_kv_blocks": "null",
+        "scheduler.max_num_seqs": MEASURED_SEATS,
+        **dict([MEASURED_DEPTH]),
+    }
+    laid_over = " ".join(f"--set {name}={value}" for name, value in settings.items())
+    factors = ", ".join(f"{scale:g} for {name}" for name, scale in (scales or {}).items())
+    return f"{command} {card} {laid_over} --time-scale SCALE, which is {factors}"
 
 
 def prepared(candidate: Candidate, workload: Workload) -> Candidate:

@@ -28,6 +28,7 @@ from aioserve.lab.zoo.standing import (
     load_policies,
     load_workload,
     measure_run,
+    measured_file,
     policy_names,
     prepared,
     read_results,
@@ -124,6 +125,22 @@ def test_compare_on_the_machine_of_the_zoo_prints_a_cell_of_its_board(tmp_path: 
         for measure in ("goodput_per_second", "output_tokens_per_second", "unfinished"):
             assert result["totals"][measure] == scores[measure][0]
         assert result["durations"]["e2e"]["p99"] == scores["e2e.p99"][0]
+
+
+def test_compare_on_a_card_prints_a_cell_of_its_board(tmp_path: Path) -> None:
+    """By the command that `zoo --card` prints."""
+    data, card = tmp_path / "cell.json", "h100-llama-3.1-8b"
+    board = read_results(measured_file(card))
+    command = reproducing("fcfs", 1, f"--card {card}", board.scales)
+    command, _, factors = command.partition(", which is ")
+    assert f"{board.scales['code']:g} for code" in factors
+    command = command.replace("WORKLOAD", "code").replace("SCALE", f"{board.scales['code']:g}")
+    assert main([*command.split()[3:], "--json", str(data)]) == 0
+    [result] = json.loads(data.read_bytes())["results"]
+    scores = board.policies["fcfs"].scores["code"]
+    for measure in ("in_time", "output_tokens_per_second", "joules_per_output_token"):
+        assert result["totals"][measure] == scores[measure][0]
+    assert result["durations"]["e2e"]["p99"] == scores["e2e.p99"][0]
 
 
 def test_seeds_and_costs_alone_are_added_to_what_is_stored(
