@@ -38,6 +38,7 @@ def test_a_sound_policy_is_exit_code_0(tmp_path: Path) -> None:
     assert "mine.py:Good: its slowest schedule() took" in output
 
 
+@pytest.mark.slow
 def test_a_format_of_replies_has_its_own_contract(tmp_path: Path) -> None:
     words = ("--kind", "format", "--examples", "20")
     code, output = check(tmp_path, "mine:Bad", *words, mine=FORMATS)

@@ -2,9 +2,9 @@
 
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -145,11 +145,24 @@ def test_a_model_is_told_how_candidates_failed(tmp_path: Path, evaluator: Evalua
     assert "imports time" in asked[-1]["messages"][1]["content"]
 
 
-def test_nonsense_of_the_embedded_model_is_counted_as_unparsable(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@contextmanager
+def embedded() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    with serving() as (_, url):
+        yield url, []
+
+
+@pytest.mark.parametrize(
+    "server",
+    [partial(answering, "I know none."), pytest.param(embedded, marks=pytest.mark.slow)],
+    ids=["parrot", "embedded"],
+)
+def test_nonsense_of_a_model_is_counted_as_unparsable(
+    server: Callable[[], AbstractContextManager[tuple[str, list[dict[str, Any]]]]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     trials = ("--workloads", "documents", "--requests", "20", "--seconds", "600")
-    with serving() as (_, url):
+    with server() as (url, _):
         words = ("--model", url, "--model-share", "1", "--max-tokens", "40", "--budget", "2")
         folder = ("--folder", str(tmp_path))
         assert main(["evolve", "--seed", "chunked_prefill", *folder, *words, *trials]) == 0
