@@ -204,9 +204,8 @@ def try_policy(hour: Hour) -> str:
         while not asked.done():
             hour.crowd(64)
         report = asked.result()
-    lines = [" ".join(line.split()) for line in report["table"].splitlines() if line.strip()]
-    verdict = next(line for line in lines if line.startswith("gap p99"))
-    return f"{report['requests']} requests, {report['missing']} missing; {verdict}"
+    intervals = "with" if report["has_intervals"] else "without"
+    return f"{intervals} intervals for other requests: {report['on_these_requests'][0]}"
 
 
 def compare(hour: Hour) -> str:
