@@ -259,7 +259,7 @@ def load_config(arguments: argparse.Namespace) -> EngineConfig:
         return EngineConfig.load(arguments.config, [*arguments.set, *flags])
     except SettingError as error:
         if error.where is not None:
-            raise
+            raise _and_policy(error, arguments) from error.__cause__
         # Named as it was written: a flag wins over --set.
         written = error.setting
         if error.setting in dict(flags):
@@ -267,6 +267,15 @@ def load_config(arguments: argparse.Namespace) -> EngineConfig:
         elif error.setting in dict(arguments.set):
             written = f"--set {error.setting}"
         raise ConfigError(f"{written}: {error.why}") from error
+    except ConfigError as error:
+        raise _and_policy(error, arguments) from error.__cause__
+
+
+def _and_policy(error: ConfigError, arguments: argparse.Namespace) -> ConfigError:
+    """Return what is wrong in a file of settings, and with the policy that it names."""
+    from aioserve.cli.settings import with_policy
+
+    return error if arguments.config is None else with_policy(error, arguments.config)
 
 
 def _add_flag(

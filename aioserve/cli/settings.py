@@ -1,7 +1,7 @@
 """The command `settings`: every setting as a YAML file, a page of Markdown, or a JSON schema.
 
-All of it is made from the structs of `aioserve.config`: a setting is declared once. Knows no
-setting by name.
+All of it is made from the structs of `aioserve.config`: a setting is declared once, and none is
+known by name here. Last: what is wrong with the policy that a file of settings names.
 """
 
 import re
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aioserve.cli.main import read_annotation
-from aioserve.config import EngineConfig, iter_settings
+from aioserve.config import EngineConfig, SchedulerConfig, iter_settings
+from aioserve.errors import AioserveError, ConfigError
 from aioserve.support.arguments import Parser
 from aioserve.support.files import write
 
@@ -168,3 +169,35 @@ def _in_words(kind: Any) -> str:
 def _yaml(value: Any) -> str:
     """Write a value on one line: JSON is YAML."""
     return msgspec.json.encode(value).decode()
+
+
+class _Policy(msgspec.Struct):
+    """What a file says of the policy; other settings of its section are not read."""
+
+    policy: str = SchedulerConfig().policy
+    options: dict[str, Any] = {}
+
+
+def with_policy(error: ConfigError, config: str) -> ConfigError:
+    """Return what is wrong in a file of settings, and with it what is wrong with the policy that
+    the file names, which its own class knows.
+    """
+    from aioserve.config.load import find_policies, read_sections
+    from aioserve.scheduler import load_policy
+    from aioserve.support.files import find_config
+    from aioserve.support.mistakes import ConfigErrors
+
+    known = error.mistakes if isinstance(error, ConfigErrors) else (str(error),)
+    try:
+        path = find_config(config)
+        tree = {"scheduler": read_sections(path).get("scheduler", {})}
+        msgspec.convert(tree["scheduler"], _Policy)  # else its type is among what is known
+        find_policies(tree, path, ())
+        stated = msgspec.convert(tree["scheduler"], _Policy)
+        load_policy(stated.policy).parse_options(stated.options)
+    except msgspec.ValidationError:
+        return error
+    except AioserveError as another:
+        said = f"{config}: {str(another).removeprefix(f'{config}: ')}"
+        return error if str(another) in known else ConfigErrors(*known, said)
+    return error

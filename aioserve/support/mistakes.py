@@ -47,17 +47,28 @@ _BOUNDS = {"<=": "of at most", ">=": "of at least", "<": "below", ">": "above"}
 MOST = 20  # mistakes of one file, each in a line
 
 
+class ConfigErrors(ConfigError):
+    """Several mistakes, such as those of one file: `mistakes` has a sentence for each."""
+
+    def __init__(self, *mistakes: str) -> None:
+        super().__init__(*mistakes)
+        self.mistakes = mistakes
+
+    def __str__(self) -> str:
+        return "\n  ".join([f"{len(self.mistakes)} errors:", *self.mistakes])
+
+
 def mistakes(
     error: msgspec.ValidationError, tree: dict[str, Any], cls: type, where: str | None
 ) -> ConfigError:
-    """Return a `SettingError` for one value that cannot be, or a `ConfigError` that names each of
+    """Return a `SettingError` for one value that cannot be, or `ConfigErrors` that name each of
     several in the file `where`; None: what is wrong is not in a file, and the first is named.
     """
     first = _told(error, tree, cls, where)
     others = [] if where is None else _further(error, tree, cls, where)
     if not others:
         return first
-    return ConfigError("\n  ".join([f"{1 + len(others)} errors:", str(first), *others]))
+    return ConfigErrors(str(first), *others)
 
 
 def explain(error: msgspec.ValidationError, kind: type) -> str:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import yaml
 
+from aioserve.cli.main import main
 from aioserve.cli.settings import all_settings, as_json_schema, as_markdown, as_yaml
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
@@ -70,6 +71,20 @@ def test_all_errors_of_a_file_are_told_at_once(tmp_path):
     told = "\n".join(rest)
     for name in ("model.dtype", "server.port", "hosst", "scheduler.max_num_seqs", "serfer"):
         assert told.count(name) == 1, told
+
+
+def test_a_servers_start_also_tells_what_is_wrong_with_the_policy_of_the_file(tmp_path, capsys):
+    path = tmp_path / "bad.yaml"
+    for policy, words in (
+        ("policy: fcsf", "unknown policy 'fcsf' (did you mean 'fcfs'?)"),
+        ("policy: fair, options: {x: 1}", "options of policy FairScheduler"),
+        ("policy: mine.py", f"no file mine.py to take a policy from: looked in {tmp_path}"),
+    ):
+        path.write_text(f"server: {{port: high}}\nscheduler: {{{policy}}}\n")
+        assert main(["--config", str(path)]) != 0
+        told = capsys.readouterr().err
+        assert f"2 errors:\n  {path}: server.port: expected a whole number" in told
+        assert f"\n  {path}: {words}" in told
 
 
 def test_one_error_of_a_file_is_told_in_one_line(tmp_path):
