@@ -183,7 +183,7 @@ def with_policy(error: ConfigError, config: str) -> ConfigError:
     the file names, which its own class knows.
     """
     from aioserve.config.load import find_policies, read_sections
-    from aioserve.scheduler import load_policy
+    from aioserve.scheduler import BaseScheduler, load_policy
     from aioserve.support.files import find_config
     from aioserve.support.mistakes import ConfigErrors
 
@@ -194,7 +194,9 @@ def with_policy(error: ConfigError, config: str) -> ConfigError:
         msgspec.convert(tree["scheduler"], _Policy)  # else its type is among what is known
         find_policies(tree, path, ())
         stated = msgspec.convert(tree["scheduler"], _Policy)
-        load_policy(stated.policy).parse_options(stated.options)
+        policy = load_policy(stated.policy)
+        if issubclass(policy, BaseScheduler):
+            policy.parse_options(stated.options)
     except msgspec.ValidationError:
         return error
     except AioserveError as another:
