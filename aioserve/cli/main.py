@@ -10,7 +10,6 @@ import importlib
 import logging
 import os
 import sys
-import types
 import typing
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from aioserve.support.arguments import (
     Parser,
     TakesArguments,
     assignment,
+    read_annotation,
     run,
 )
 from aioserve.support.logs import set_up_logging
@@ -303,20 +303,6 @@ def _add_flag(
     else:
         options["metavar"] = {int: "N", float: "NUMBER", str: "TEXT"}.get(kind, "VALUE")
     return [group.add_argument(f"--{field.name.replace('_', '-')}", **options)]
-
-
-def read_annotation(annotation: Any) -> tuple[Any, str]:
-    """Return the type under `Annotated` and `| None`, and the description on the way there."""
-    description = ""
-    while True:
-        if typing.get_origin(annotation) is typing.Annotated:
-            annotation, *notes = typing.get_args(annotation)
-            descriptions = [n.description for n in notes if isinstance(n, msgspec.Meta)]
-            description = next(filter(None, descriptions), description)
-        elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
-            annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
-        else:
-            return annotation, description
 
 
 def show_default(default: Any) -> str:

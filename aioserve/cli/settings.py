@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aioserve.cli.main import read_annotation
 from aioserve.config import EngineConfig, SchedulerConfig, iter_settings
 from aioserve.errors import AioserveError, ConfigError
-from aioserve.support.arguments import Parser
+from aioserve.support.arguments import Parser, read_annotation
 from aioserve.support.files import write
 
 HEAD = """\

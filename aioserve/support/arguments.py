@@ -6,6 +6,8 @@ Also the types of flags, and the event loop. Knows argparse. Knows no command an
 import argparse
 import asyncio
 import re
+import types
+import typing
 from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
@@ -78,6 +80,20 @@ class TakesArguments(Protocol):
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         """Add an option or argument, as `ArgumentParser.add_argument` does, and return it."""
+
+
+def read_annotation(annotation: Any) -> tuple[Any, str]:
+    """Return the type under `Annotated` and `| None`, and the description on the way there."""
+    description = ""
+    while True:
+        if typing.get_origin(annotation) is typing.Annotated:
+            annotation, *notes = typing.get_args(annotation)
+            descriptions = [n.description for n in notes if isinstance(n, msgspec.Meta)]
+            description = next(filter(None, descriptions), description)
+        elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
+            annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+        else:
+            return annotation, description
 
 
 def assignment(text: str) -> tuple[str, str]:

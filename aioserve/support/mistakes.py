@@ -48,7 +48,7 @@ MOST = 20  # mistakes of one file, each in a line
 
 
 class ConfigErrors(ConfigError):
-    """Several mistakes, such as those of one file: `mistakes` has a sentence for each."""
+    """An error that names several mistakes: `mistakes` has a sentence for each."""
 
     def __init__(self, *mistakes: str) -> None:
         super().__init__(*mistakes)
