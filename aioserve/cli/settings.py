@@ -171,7 +171,7 @@ def _yaml(value: Any) -> str:
 
 
 class _Policy(msgspec.Struct):
-    """What a file says of the policy; other settings of its section are not read."""
+    """The policy that a file names; other settings of its section are not read."""
 
     policy: str = SchedulerConfig().policy
     options: dict[str, Any] = {}
