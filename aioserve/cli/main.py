@@ -257,9 +257,11 @@ def load_config(arguments: argparse.Namespace) -> EngineConfig:
     ]
     try:
         return EngineConfig.load(arguments.config, [*arguments.set, *flags])
-    except SettingError as error:
-        if error.where is not None:
-            raise _and_policy(error, arguments) from error.__cause__
+    except ConfigError as error:
+        if not isinstance(error, SettingError) or error.where is not None:
+            from aioserve.cli.settings import with_policy
+
+            raise with_policy(error, arguments.config) from error.__cause__
         # Named as it was written: a flag wins over --set.
         written = error.setting
         if error.setting in dict(flags):
@@ -267,15 +269,6 @@ def load_config(arguments: argparse.Namespace) -> EngineConfig:
         elif error.setting in dict(arguments.set):
             written = f"--set {error.setting}"
         raise ConfigError(f"{written}: {error.why}") from error
-    except ConfigError as error:
-        raise _and_policy(error, arguments) from error.__cause__
-
-
-def _and_policy(error: ConfigError, arguments: argparse.Namespace) -> ConfigError:
-    """Return what is wrong in a file of settings, and with the policy that it names."""
-    from aioserve.cli.settings import with_policy
-
-    return error if arguments.config is None else with_policy(error, arguments.config)
 
 
 def _add_flag(

@@ -177,7 +177,7 @@ class _Policy(msgspec.Struct):
     options: dict[str, Any] = {}
 
 
-def with_policy(error: ConfigError, config: str) -> ConfigError:
+def with_policy(error: ConfigError, config: str | None) -> ConfigError:
     """Return what is wrong in a file of settings, and with it what is wrong with the policy that
     the file names, which its own class knows.
     """
@@ -186,6 +186,8 @@ def with_policy(error: ConfigError, config: str) -> ConfigError:
     from aioserve.support.files import find_config
     from aioserve.support.mistakes import ConfigErrors
 
+    if config is None:
+        return error
     known = error.mistakes if isinstance(error, ConfigErrors) else (str(error),)
     try:
         path = find_config(config)
