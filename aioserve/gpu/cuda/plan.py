@@ -41,7 +41,7 @@ class Sections(Generic[A]):
     top_k: A  # S, 0 = all
     top_p: A  # S, float bits
     min_p_floor: A  # S, float bits: log(min_p)
-    keys: A  # 2 * S, of the noise: all first words, then all second ones
+    keys: A  # 2 * S, of the noise, if any row is drawn: all first words, then all second ones
     kv_indices: A  # pages of all rows; last, as only what is used of it is copied
 
 
@@ -260,5 +260,6 @@ def _write_sampling(out: Sections[Words], sampling: SamplingInputs) -> None:
     out.top_p[:size] = sampling.top_p.view(np.int32)
     with np.errstate(divide="ignore"):
         out.min_p_floor[:size] = np.log(sampling.min_p).view(np.int32)
-    keys = sampling_columns.row_keys(sampling.seeds, sampling.num_tokens).view(np.int32)
-    out.keys[: 2 * size] = keys.T.reshape(-1)
+    if sampling.temperature.any():  # else the step draws nothing, and needs no noise
+        keys = sampling_columns.row_keys(sampling.seeds, sampling.num_tokens).view(np.int32)
+        out.keys[: 2 * size] = keys.T.reshape(-1)

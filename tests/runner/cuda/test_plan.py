@@ -179,7 +179,8 @@ def check(traffic: Traffic, output: SchedulerOutput, inputs: StepInputs, plan: S
         seeds = np.array([sampling_columns.seed_words(params.seed or 0)], dtype=np.uint32)
         keys = sampling_columns.row_keys(seeds, np.array([sequence.num_computed]))
         words = host.keys[: 2 * count].view(np.uint32).reshape(2, count)[:, place]
-        assert words.tolist() == keys[0].tolist()
+        is_drawn = host.temperature[:count].any()  # else noise has no keys
+        assert not is_drawn or words.tolist() == keys[0].tolist()
 
 
 @pytest.mark.parametrize("seed", range(20))
