@@ -32,9 +32,9 @@ async def test_a_draft_model_on_a_device_changes_no_token(monkeypatch: pytest.Mo
         ITSELF,
         make_runner=partial(make_device_runner, device=FakeDevice(1, eagerness=0.5)),
         pipeline_depth=1,
-        max_num_batched_tokens=24,
+        max_num_batched_tokens=48,
     )
     check_equal(guessed, plain)
     assert stats.num_preemptions
-    assert stats.num_draft_tokens > 600
+    assert stats.num_draft_tokens > 300
     assert stats.num_accepted_tokens >= 0.99 * stats.num_draft_tokens
