@@ -304,7 +304,7 @@ def make_seeing(text: Path, path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow  # `make test` has every kind beside MTP in tests/matrix
+@pytest.mark.slow  # tests/matrix has every kind beside MTP, in `make test-all` too
 async def test_no_kind_of_request_gets_other_tokens(tmp_path: Path) -> None:
     """Grammars, several samples, log probabilities, stop strings and penalties, beside each other,
     on a model whose layers have states.
