@@ -1,7 +1,7 @@
 """Finds out everything about a first CUDA card in less than ten minutes, stage after stage.
 
     python benchmarks/card.py run                              # all stages
-    python benchmarks/card.py run --stages versions..graphs    # the first half, under 4 minutes
+    python benchmarks/card.py run --stages versions..graphs    # the first half, under 5 minutes
     python benchmarks/card.py run --resume                     # what has not ended yet
     python benchmarks/card.py run --rehearse                   # on stand-ins for the card, no card
     python benchmarks/card.py report                           # the table of what has been found
@@ -45,7 +45,8 @@ class Stage(NamedTuple):
     question: str
 
 
-#: In order of how likely they fail. The first five together, and the others, take under 4 minutes.
+#: In order of how likely they fail. The first five together, and the others, take under 4 minutes,
+#: and at most `START_SECONDS` more for imports.
 STAGES = {
     "versions": Stage(30, 30, "Can everything be imported, and is there a card?"),
     "kernels": Stage(60, 60, "Does flashinfer load, or compile, the kernels of each kind?"),

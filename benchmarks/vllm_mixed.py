@@ -160,7 +160,10 @@ def write_logs(logs: dict[tuple[int, str], Path], args: Args) -> None:
     serve(llm, a_load(8, 100.0, 99), num_tokens)  # warm up; a process is slower in its first minute
     serve(llm, a_load(args.requests, args.rate, 99), num_tokens)
     for (number, name), log in logs.items():
-        run(llm, name, a_load(args.requests, args.rate, 1 + number), log, num_tokens)
+        part = log.with_suffix(".part")
+        part.unlink(missing_ok=True)
+        run(llm, name, a_load(args.requests, args.rate, 1 + number), part, num_tokens)
+        part.rename(log)  # what has this name is a whole run
         print(f"round {number + 1}: {name}", file=sys.stderr, flush=True)
     core_of(llm).shutdown()
 
@@ -262,8 +265,10 @@ def main(args: Args) -> tuple[dict[str, Any], int]:
     at_own_speed: Rounds = {name: [] for name in found}
     with tempfile.TemporaryDirectory() as passing:
         logs = {
-            turn: Path(args.logs or passing, "{}-{}".format(*turn))
-            for turn in turns(list(found), args.rounds)
+            (number, name): Path(
+                args.logs or passing, f"{number}-{name}-{args.requests}-at-{args.rate:g}.log"
+            )
+            for number, name in turns(list(found), args.rounds)
         }
         write_logs({turn: log for turn, log in logs.items() if not log.exists()}, args)
         for number in range(args.rounds):

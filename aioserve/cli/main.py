@@ -261,7 +261,8 @@ def load_config(arguments: argparse.Namespace) -> EngineConfig:
         if not isinstance(error, SettingError) or error.where is not None:
             from aioserve.cli.settings import with_policy
 
-            raise with_policy(error, arguments.config) from error.__cause__
+            overridden = {name for name, _ in (*arguments.set, *flags)}
+            raise with_policy(error, arguments.config, overridden) from error.__cause__
         # Named as it was written: a flag wins over --set.
         written = error.setting
         if error.setting in dict(flags):

@@ -8,7 +8,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -177,23 +177,24 @@ class _Policy(msgspec.Struct):
     options: dict[str, Any] = {}
 
 
-def with_policy(error: ConfigError, config: str | None) -> ConfigError:
+def with_policy(error: ConfigError, config: str | None, overridden: Collection[str]) -> ConfigError:
     """Return what is wrong in a file of settings, and with it what is wrong with the policy that
-    the file names, which its own class knows.
+    the file names, which its own class knows. `overridden` are the settings that flags state, as
+    dotted names: a policy that a flag replaces is not asked for.
     """
     from aioserve.config.load import find_policies, read_sections
     from aioserve.scheduler import BaseScheduler, load_policy
     from aioserve.support.files import find_config
     from aioserve.support.mistakes import ConfigErrors
 
-    if config is None:
+    if config is None or "scheduler.policy" in overridden:
         return error
     known = error.mistakes if isinstance(error, ConfigErrors) else (str(error),)
     try:
         path = find_config(config)
         tree = {"scheduler": read_sections(path).get("scheduler", {})}
         msgspec.convert(tree["scheduler"], _Policy)  # else its type is among what is known
-        find_policies(tree, path, ())
+        find_policies(tree, path, overridden)
         stated = msgspec.convert(tree["scheduler"], _Policy)
         policy = load_policy(stated.policy)
         if issubclass(policy, BaseScheduler):

@@ -14,6 +14,7 @@ from zlib import crc32
 import msgspec
 
 from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
 from aioserve.kv_cache import Ahead, WindowSpec
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
@@ -181,6 +182,11 @@ class SimulatedRunner(RunnerInterface):
         self._jump_to = jump_to
         self._config = config.runner
         self._step_time = step_time or step_times(config.runner)
+        if self._step_time.pipeline_depth not in (1, 2):
+            raise ConfigError(
+                f"step times of {type(self._step_time).__name__}: pipeline_depth must be 1 or 2, "
+                f"got {self._step_time.pipeline_depth!r}"
+            )
         self._rates = rates = self._step_time.rates
         self._host_seconds = 1e-3 * rates.host_ms
         self._noise = Random(f"{config.runner.seed} step times")

@@ -86,10 +86,9 @@ class _Watcher:
 
     def begin(self, seconds: float) -> TimedCall:
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="aioserve-time-limit", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="aioserve-time-limit", daemon=True)
+            thread.start()  # if it cannot start now, the next call tries again
+            self._thread = thread
         call = TimedCall(threading.get_ident(), seconds)
         with self._lock:
             self._calls.add(call)

@@ -479,7 +479,7 @@ class Scheduler(TheirInterface):
         made, tracked = [], self._tracked
         for output in outputs:
             row = tracked[output.request_id]
-            if not row.is_plain:
+            if not row.is_plain or result.num_nans_in_logits:
                 made.append(self._their_output(row, output, result))
             elif output.finish_reason is None:  # tokens alone: most are
                 made.append(EngineCoreOutput(output.request_id, output.new_token_ids))

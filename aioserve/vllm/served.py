@@ -50,8 +50,8 @@ def load_served(name: str) -> type[BaseScheduler]:
             continue
         if getattr(policy, method) is not getattr(BaseScheduler, method):
             raise ConfigError(
-                f"policy {policy.__name__} overrides {method}(), which vLLM's engine core relies "
-                "on between two steps: what the policy raised there would end every request. "
+                f"policy {policy.__name__} overrides {method}(), which vLLM's engine core may call "
+                "outside of a step: what the policy raised there would end every request. "
                 f"Inside vLLM a policy leaves it to BaseScheduler; of SchedulerInterface it may "
                 f"override {', '.join(MAY_OVERRIDE)}"
             )
@@ -112,7 +112,7 @@ class _Bound:
         traceback: TracebackType | None,
     ) -> None:
         end_call(self._call)
-        # In the main thread a call is ended by the latter.
+        # A call in the main thread is ended by KeyboardInterrupt.
         if self._call.was_ended and isinstance(error, CallInterrupted | KeyboardInterrupt):
             policy = self._scheduler.policy
             raise PolicyError(

@@ -10,7 +10,7 @@ import pytest
 
 from aioserve.cli.main import main
 from aioserve.errors import ConfigError
-from aioserve.lab.cards.engines import errors_of_runs, host_of, least_ms_of
+from aioserve.lab.cards.engines import depth_of, errors_of_runs, host_of, least_ms_of
 from aioserve.lab.cards.tables import (
     CardTables,
     TableOptions,
@@ -20,7 +20,7 @@ from aioserve.lab.cards.tables import (
     write_tables,
 )
 from aioserve.lab.zoo import standing
-from aioserve.runner.step_times import StepTimeSource, make_step_times
+from aioserve.runner.step_times import StepTimeSource, available_profiles, make_step_times
 from aioserve.scheduler.output import StepFeatures
 from aioserve.testing.step_times import StepTimesContract, StepTimesSubject
 from tests.lab.traffic import record
@@ -546,6 +546,17 @@ def test_without_the_package_a_card_names_its_install_line() -> None:
         pytest.skip("the package is there")
     with pytest.raises(ConfigError, match=r"pip install 'aioserve-engine\[cards\]'"):
         make_step_times("card", {"card": "h100_sxm", "model": "Qwen/Qwen3-8B"})
+
+
+def test_a_ready_profile_plans_as_deep_as_its_engine_does() -> None:
+    depths = {}
+    for profile in available_profiles():
+        made = make_step_times(profile, {})
+        engine = re.search(r", (vllm|trtllm|sglang) ([\d.]+)", made.machine)
+        if engine is not None:
+            depths[profile] = made.pipeline_depth
+            assert made.pipeline_depth == depth_of(*engine.groups()), profile
+    assert set(depths.values()) == {1, 2}
 
 
 @pytest.mark.usefixtures("package")

@@ -259,7 +259,7 @@ def write_tables(options: TableOptions, head: str) -> str:
     lines.append(f"busy_watts: {options.busy_watts:g} # the limits of the boards")
     lines.append(f"host_ms: {options.host_ms:g}")
     if options.depth != 1:
-        lines.append(f"depth: {options.depth} # steps under way: it schedules asynchronously")
+        lines.append(f"depth: {options.depth} # steps under way, by asynchronous scheduling")
     if options.least_ms:
         lines.append(f"least_ms: {options.least_ms:g} # what launching the kernels of a step takes")
     lines.append("tables:")

@@ -6,6 +6,7 @@ Arguments in, words and files out.
 import argparse
 import gc
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from aioserve.lab.zoo.page import (
 )
 from aioserve.lab.zoo.standing import (
     FILE,
+    FIRST_SEEDS,
     MEASURED,
     SEEDS,
     VERSION,
@@ -69,19 +71,25 @@ def run_zoo(words: Sequence[str]) -> int:
         raise ConfigError("--store keeps results of policies that ship")
     file = measured_file(_card_name(arguments)) if machine else FILE
     if arguments.only:
-        if not arguments.store or machine or arguments.quick:
+        shows = arguments.html or arguments.json or arguments.price_per_hour is not None
+        if not arguments.store or machine or arguments.quick or shows:
             raise ConfigError(
-                "--only adds to the stored results of the standard's machine: give it with --store "
-                "alone, and with --seeds or --jobs"
+                "--only adds to the stored results of the standard's machine, and prints no board: "
+                "give it with --store alone, and with --seeds or --jobs"
             )
         return _add_to_stored(candidates, arguments)
-    kept = read_results(file).num_seeds if file.exists() else len(SEEDS)
+    before = read_results(file) if file.exists() else None
+    kept = before.num_seeds if before else len(FIRST_SEEDS)
     seeds = SEEDS[: 1 if arguments.quick else arguments.seeds or kept]
-    if arguments.store and file.exists() and kept > len(seeds):
+    if arguments.store and before and kept > len(seeds):
         raise ConfigError(f"--store keeps no fewer seeds than are stored, which are {kept}")
-    is_first = not arguments.policies or ((arguments.store or machine) and not file.exists())
-    if not is_first:
-        results = read_results(file).only(len(seeds))
+    if arguments.policies and before and kept < len(seeds):
+        raise ConfigError(
+            f"--seeds {len(seeds)}: a policy stands among stored results, which have {kept} seeds"
+        )
+    is_first = not arguments.policies or ((arguments.store or machine) and before is None)
+    if not is_first and before:
+        results = before.only(len(seeds))
     elif machine:
         results = _on_machine(candidates[0], machine, arguments.jobs)
     else:
@@ -102,7 +110,8 @@ def run_zoo(words: Sequence[str]) -> int:
     if not names:
         print(f"\na cell again: {reproducing('POLICY', len(seeds), card, scales)}")
     if arguments.store:
-        write_results(results, file)
+        # Policies that were not run keep all of their seeds.
+        write_results(results if is_first or not before else before.with_entries(measured), file)
     write(arguments.json, encode(msgspec.to_builtins(as_document(results, names, price))))
     if arguments.html:
         write(arguments.html, render_page(results, names, price).encode())
@@ -160,7 +169,7 @@ def _card_flags(arguments: argparse.Namespace) -> str:
         ("--card-model", arguments.card_model),
         ("--card-tp", arguments.card_tp),
     ]
-    return " ".join(f"{flag} {value}" for flag, value in given if value is not None)
+    return shlex.join(str(w) for pair in given if pair[1] is not None for w in pair)
 
 
 def _card_name(arguments: argparse.Namespace) -> str:

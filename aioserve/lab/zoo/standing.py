@@ -145,7 +145,7 @@ def reproducing(
     }
     laid_over = " ".join(f"--set {name}={value}" for name, value in settings.items())
     factors = ", ".join(f"{scale:g} for {name}" for name, scale in (scales or {}).items())
-    return f"{command} {card} {laid_over} --time-scale SCALE, which is {factors}"
+    return f"{command} {card} {laid_over} --time-scale SCALE\n(SCALE is {factors})"
 
 
 def prepared(candidate: Candidate, workload: Workload) -> Candidate:
@@ -418,7 +418,9 @@ def write_results(results: Results, path: Path = FILE) -> None:
         head = "".join(f"{_json(k)}: {_json(v)}, " for k, v in entry.items())
         lines.append(f'  {_json(name)}: {{{head}"scores": {{\n' + ",\n".join(rows) + "\n  }}")
     head = "".join(f" {_json(k)}: {_json(v)},\n" for k, v in data.items())
-    path.write_text(f'{{\n{head} "policies": {{\n' + ",\n".join(lines) + "\n }\n}\n")
+    whole = path.with_suffix(".part")  # an interrupt leaves the stored results as they were
+    whole.write_text(f'{{\n{head} "policies": {{\n' + ",\n".join(lines) + "\n }\n}\n")
+    whole.replace(path)
 
 
 def code_digest(name: str) -> str:

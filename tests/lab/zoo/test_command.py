@@ -132,7 +132,7 @@ def test_compare_on_a_card_prints_a_cell_of_its_board(tmp_path: Path) -> None:
     data, card = tmp_path / "cell.json", "h100-llama-3.1-8b"
     board = read_results(measured_file(card))
     command = reproducing("fcfs", 1, f"--card {card}", board.scales)
-    command, _, factors = command.partition(", which is ")
+    command, _, factors = command.removesuffix(")").partition("\n(SCALE is ")
     assert f"{board.scales['code']:g} for code" in factors
     command = command.replace("WORKLOAD", "code").replace("SCALE", f"{board.scales['code']:g}")
     assert main([*command.split()[3:], "--json", str(data)]) == 0
@@ -171,6 +171,24 @@ def test_seeds_and_costs_alone_are_added_to_what_is_stored(
     write_results(Results().with_entries({"fcfs": Entry("old", stored.scores)}), path)
     assert main(["zoo", "fcfs", "--store", "--only", "costs"]) == 2
     assert "those of fcfs are none: python -m aioserve zoo fcfs --store" in capsys.readouterr().err
+
+
+def test_a_policy_that_is_stored_anew_takes_no_seeds_from_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where what `--only seeds` adds was cut short, some policies have more seeds than others."""
+    stored = read_results().policies
+    once = stored["fcfs"].only(1)
+    path = tmp_path / "results.json"
+    write_results(
+        Results().with_entries({"zoo.sjf": stored["zoo.sjf"].only(2), "fcfs": once}), path
+    )
+    monkeypatch.setattr(commands, "FILE", path)
+    monkeypatch.setattr(commands, "policy_names", lambda: ["fcfs", "zoo.sjf"])
+    monkeypatch.setattr(commands, "_measure", lambda *asked: {"fcfs": once})
+    assert main(["zoo", "fcfs", "--store"]) == 0
+    assert read_results(path).policies["zoo.sjf"].num_seeds == 2
+    assert main(["zoo", "fcfs", "--seeds", "2"]) == 2  # nothing to compare the second seed with
 
 
 def test_the_machine_of_the_zoo_has_the_settings_of_the_standard() -> None:
