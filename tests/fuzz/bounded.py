@@ -57,6 +57,7 @@ class Bounded(Target):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._process = psutil.Process()
+        self._others = set(self._process.children(recursive=True))  # what other tests have left
         self._runner = asyncio.Runner()
         self._engine = self._runner.run(self._start())
         for _ in range(2):  # what the first one alone takes
@@ -153,7 +154,7 @@ class Bounded(Target):
 
     def _children(self) -> float:
         taken = 0.0
-        for child in self._process.children(recursive=True):
+        for child in {*self._process.children(recursive=True)} - self._others:
             with contextlib.suppress(psutil.Error):
                 taken += child.memory_full_info().uss / MIB
         return taken

@@ -76,7 +76,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         "compare fcfs chunked_prefill --workload agents --limit 30 --seeds 2 "
         "--card h100-llama-3.1-8b --price-per-hour 2",
         f"compare fcfs --workload mixed --limit 30 --seeds 1 --fleet {fleet}",
-        f"compare fcfs --workload {drafts} --seeds 1 --set runner.simulated_draft_tokens=3 "
+        f"compare fcfs fair --workload {drafts} --seeds 1 --set runner.simulated_draft_tokens=3 "
         "--set model.max_model_len=60 --clip",
         f"compare fcfs --replay {log}",
         "sweep chunked_prefill --workload mixed --limit 30 --seeds 1 "
