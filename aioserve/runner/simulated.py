@@ -182,11 +182,8 @@ class SimulatedRunner(RunnerInterface):
         self._jump_to = jump_to
         self._config = config.runner
         self._step_time = step_time or step_times(config.runner)
-        if self._step_time.pipeline_depth not in (1, 2):
-            raise ConfigError(
-                f"step times of {type(self._step_time).__name__}: pipeline_depth must be 1 or 2, "
-                f"got {self._step_time.pipeline_depth!r}"
-            )
+        if (depth := self._step_time.pipeline_depth) not in (1, 2):
+            raise ConfigError(f"step times: pipeline_depth must be 1 or 2, got {depth!r}")
         self._rates = rates = self._step_time.rates
         self._host_seconds = 1e-3 * rates.host_ms
         self._noise = Random(f"{config.runner.seed} step times")
@@ -230,7 +227,7 @@ class SimulatedRunner(RunnerInterface):
             max_draft_tokens=config.runner.simulated_draft_tokens,
             gives_row_values=True,
             # What a draft continues is not known before the step in flight has ended.
-            pipeline_depth=1 if has_drafts else self._step_time.pipeline_depth,
+            pipeline_depth=1 if has_drafts else depth,
             sets_frequency=True,
         )
 
