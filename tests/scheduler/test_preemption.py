@@ -168,6 +168,16 @@ def test_a_preempted_request_in_flight_stands_in_line_and_says_why() -> None:
     harness.run_until_idle()
 
 
+def test_a_request_preempted_just_now_says_so() -> None:
+    harness = SchedulerHarness(FCFSScheduler, **FULL)
+    for i, name in enumerate(("first", "second")):
+        harness.add_request(name, [i] * 80, max_tokens=40)
+    harness.step()
+    harness.step()  # the first needs a sixth block, and the second has the last five
+    assert harness.scheduler.get_wait_reasons() == {"second": WaitReason.PREEMPTED}
+    harness.run_until_idle()
+
+
 @pytest.mark.parametrize("ending", ["abort", "stop token", "deadline"])
 def test_a_preempted_request_in_flight_may_end_before_it_runs_again(ending: str) -> None:
     harness = SchedulerHarness(FCFSScheduler, **FULL, pipeline_depth=2)
