@@ -519,7 +519,7 @@ def _totals(outcome: RunOutcome, workload: Workload) -> dict[str, Any]:
 
 
 NOISE = "not distinguishable from noise"
-UNKNOWN = "no interval from so little"
+UNKNOWN = "no interval from one run"
 TINY = "less than 1% apart"
 
 

@@ -292,7 +292,7 @@ def test_a_sweep_of_one_short_seed_says_that_it_has_no_intervals(
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert ".." not in printed
-    assert "no interval from so little" in printed
+    assert "no interval from one run" in printed
 
 
 def test_a_trace_runs_without_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
