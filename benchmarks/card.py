@@ -142,13 +142,10 @@ def _watch(
         now = time.monotonic()
         if now - part_began > part_limit or now > deadline:
             _stop(process)
-            seconds = f"after {now - part_began:.0f} s"
-            is_late = now - part_began <= part_limit
-            return (
-                f"was stopped {seconds} at the end of the stage's time"
-                if is_late
-                else (f"hung and was stopped {seconds}")
-            )
+            spent = now - part_began
+            if spent > part_limit:
+                return f"hung and was stopped after {spent:.0f} s"
+            return f"was stopped after {spent:.0f} s at the end of the stage's time"
     if process.exitcode < 0:
         return f"died of {signal.Signals(-process.exitcode).name}"
     return f"ended with exit code {process.exitcode}" if process.exitcode else ""

@@ -113,7 +113,7 @@ class NoDevice:
         return self
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return at once, as no device has work to do."""
 
 
 def without_card(arch: str) -> Any:

@@ -71,7 +71,7 @@ class Part(NamedTuple):
 
 
 class Amounts(NamedTuple):
-    """How much is tried."""
+    """The amounts that the stages try: requests, tokens, rows, draws and steps."""
 
     lengths: tuple[int, ...]  # of requests that decode, in attention
     prompts: tuple[int, ...]  # tokens of prompts in the same step
@@ -180,7 +180,7 @@ class Log(logging.Handler):
         print(record.name, record.getMessage(), file=sys.stderr)
 
     def clear(self) -> None:
-        """Forget what was logged."""
+        """Forget all records, before the next part begins."""
         self._records.clear()
 
     def check(self) -> None:
@@ -503,7 +503,7 @@ def graphs(card: Card) -> Iterator[Part]:
 
 
 class Limit(NamedTuple):
-    """How tokens are drawn."""
+    """A way in which tokens are drawn: its name, and the settings of a request that asks for it."""
 
     name: str
     temperature: float = 0.8

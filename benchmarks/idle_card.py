@@ -90,7 +90,7 @@ class IdleWrapper:
         pass
 
     def plan(self, **settings: Any) -> None:
-        """Plan nothing."""
+        """Take a plan without doing anything about it."""
 
 
 class IdleCard(Card):

@@ -119,15 +119,12 @@ class PolicyTrials:
         for path, scheduler in zip(paths, (before, settings), strict=True):
             _write(path, scheduler)
         words = await self._compare(paths, folder)
-        document = msgspec.json.decode((folder / "report.json").read_bytes())
-        mean = document["results"][1]["against_first"]["differences"]["e2e"]["mean"]
+        page, said, has_intervals = await asyncio.to_thread(_read_report, folder)
         report_id = secrets.token_urlsafe(24)  # knowing it suffices to read the report
-        self._reports[report_id] = await asyncio.to_thread((folder / "report.html").read_bytes)
+        self._reports[report_id] = page
         if len(self._reports) > NUM_KEPT:
             self._reports.popitem(last=False)
         missing = max(ENOUGH_REQUESTS - num_requests, 0)
-        has_intervals = mean["low"] is not None
-        said = document["on_these_requests"]
         return Report(report_id, num_requests, missing, said, has_intervals, words)
 
     async def _record(self, path: Path, seconds: float, enough: int | None) -> int:
@@ -203,6 +200,16 @@ class PolicyTrials:
             last = errors.decode(errors="replace").strip().rpartition("\n")[2]
             raise RequestError(f"these cannot be compared: {last.rpartition('error: ')[2]}")
         return out.decode(errors="replace")
+
+
+def _read_report(folder: Path) -> tuple[bytes, list[str], bool]:
+    """Return the page that `compare` has written, what it says of these very requests, and whether
+    differences have intervals.
+    """
+    document = msgspec.json.decode((folder / "report.json").read_bytes())
+    mean = document["results"][1]["against_first"]["differences"]["e2e"]["mean"]
+    page = (folder / "report.html").read_bytes()
+    return page, document["on_these_requests"], mean["low"] is not None
 
 
 def _write(path: Path, scheduler: SchedulerConfig) -> None:

@@ -131,6 +131,8 @@ def end_call(call: TimedCall) -> None:
         _WATCHER.end(call)
     except (OutOfTime, KeyboardInterrupt):  # it came as the call ended by itself
         _WATCHER.end(call)
+        if not call.was_ended:  # then somebody has pressed Ctrl-C
+            raise
     if call.was_ended:
         with suppress(OutOfTime, KeyboardInterrupt):
             _take_interrupt()

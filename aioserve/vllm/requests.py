@@ -78,7 +78,7 @@ class Tracked:
         self.theirs = theirs
         self.ours = ours
         self.is_known = False  # vLLM's runner has a state of it
-        #: Its next output is its tokens and nothing else, unless it ends the request.
+        #: Its next output is its tokens, and how the request ends if it does; nothing else.
         self.is_plain = False
         self.is_structured = theirs.structured_output_request is not None
         params = theirs.sampling_params

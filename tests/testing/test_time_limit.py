@@ -25,3 +25,26 @@ def test_a_debugger_can_trace_after_a_call_that_was_ended() -> None:
     for prepare in ("", BY_EXCEPTION):
         program = PROGRAM.format(prepare=prepare)
         subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+INTERRUPTED = """
+import sys
+from aioserve.testing.violation import begin_call, end_call
+
+def interrupt(frame, event, argument):
+    if frame.f_code.co_name == "end":
+        sys.settrace(None)
+        raise KeyboardInterrupt
+
+call = begin_call(60.0)
+sys.settrace(interrupt)
+try:
+    end_call(call)
+except KeyboardInterrupt:
+    sys.exit(7)
+"""
+
+
+def test_ctrl_c_at_the_very_end_of_a_call_is_not_lost() -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], check=False, timeout=60)
+    assert ended.returncode == 7

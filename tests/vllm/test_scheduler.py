@@ -472,7 +472,7 @@ class Raises(Sees):
 
 
 class RaisesInUpdate(Sees):
-    """Fails with every result."""
+    """A policy whose `update_from_output()` raises for every step."""
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -155,7 +155,7 @@ def prepared(candidate: Candidate, workload: Workload) -> Candidate:
 
 
 def standard_digest(seeds: Sequence[int] = FIRST_SEEDS) -> str:
-    """Return a short name for all requests of these seeds, their service levels, the profile and
+    """Return a digest of all requests of these seeds, their service levels, the profile and
     the settings.
     """
     model = msgspec.structs.replace(load_profile(VERSION), source="", error="")

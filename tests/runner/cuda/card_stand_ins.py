@@ -74,7 +74,7 @@ class StandIn(card_stages.Card):
 
 
 class WithoutTriton(StandIn):
-    """Triton cannot be imported."""
+    """A stand-in for a machine on which Triton cannot be imported."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def _drawing(choose: Callable[[Tensor, DrawColumns], Tensor]) -> None:
 
 
 class WithoutTopP(StandIn):
-    """Draws know no top-p."""
+    """A stand-in whose sampler ignores top-p."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class HangingDraw(StandIn):
 
 
 class UnguardedPlan(StandIn):
-    """Nobody waits until the last plan has left its pinned buffer."""
+    """The host does not wait until the last plan has been copied out of its pinned buffer."""
 
     def __init__(self) -> None:
         super().__init__()
