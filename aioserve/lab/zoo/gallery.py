@@ -210,8 +210,8 @@ with a probability of 95% all ranges hold, because all pairs of policies are tes
 **wins**, **loses**: workloads on which the policy is significantly in the first, or last, quarter
 of all. **us a step**: microseconds of CPU for one `schedule()` with 1,000 requests running and
 10,000 waiting, of which 15 end and 15 arrive in each step; **ratio**: this time divided by that
-of `chunked_prefill` in the same run ({costs}; other programs ran at the same time).
-Read the ratio, not the time{mixed}.
+of `chunked_prefill` in the same run ({costs}).
+Read the ratio, not the time{mixed}.{twin}
 
 Keep in mind: step times are computed from a data sheet (`{standard}` in
 `aioserve/runner/profiles`), not measured on a card. The policies have the defaults of their
@@ -226,8 +226,7 @@ The report of `python -m aioserve zoo NAME --html FILE` has all measures of a po
 """
 
 #: What is added where not all costs were measured on one machine and day.
-MIXED = """, and compare it across machines only roughly: costs of 2026-11-25 were measured after
-that of `chunked_prefill`, later ones step by step in turns with it. The command
+MIXED = """, and compare it across machines only roughly; the command
 `python -m aioserve zoo --store --only costs` measures all of them anew"""
 
 #: Of the nine policies: what each optimizes, and what it needs.
@@ -296,6 +295,7 @@ def render(results: Results) -> str:
             standard=results.standard,
             costs="; ".join(_machines(results)),
             mixed=MIXED if len(_machines(results)) > 1 else "",
+            twin=_twin(results),
             budget=dict(SETTINGS)[BUDGET],
         ),
         *[f"- **{row.label}**: {meaning(row)}" for row in MEASURES],
@@ -482,6 +482,14 @@ def _outcomes(standing: Standing) -> tuple[str, str]:
     wins = [w for w, rank in ranks.items() if rank.worst * QUARTER <= rank.of]
     loses = [w for w, rank in ranks.items() if (rank.of - rank.best + 1) * QUARTER <= rank.of]
     return ", ".join(wins), ", ".join(loses)
+
+
+def _twin(results: Results) -> str:
+    """Return what says how far to trust costs: the reference beside itself, if it was measured."""
+    cost = results.policies[REFERENCE].cost
+    if cost is None:
+        return ""
+    return f" `{REFERENCE}` beside itself has {cost.ratio:.2f}: differences of a tenth say nothing."
 
 
 def _machines(results: Results) -> list[str]:
