@@ -173,6 +173,13 @@ RANGES: dict[str, Range] = {
     "logprobs": Range(f"between 0 and {MAX_LOGPROBS}", ge=0, le=MAX_LOGPROBS),
     "prompt_logprobs": Range(f"between 0 and {MAX_LOGPROBS}", ge=0, le=MAX_LOGPROBS),
 }
+#: Parameters that not every runner serves, and what is said of one that does not. The runner of the
+#: CPU and the simulated one serve all of them, unless the model stands in the way; that of a card
+#: serves those that its executor names in `RunnerInfo.parameters`. Where one is not served, it is
+#: refused, and the cards of the models do not name it.
+RUNNER_PARAMETERS: dict[str, str] = {
+    "prompt_logprobs": "does not give the logits of prompts",
+}
 #: Of a value of `logit_bias`.
 BIAS_RANGE = Range("between -100 and 100", ge=-100, le=100)
 #: By field, of lists: how many entries they hold at most.
@@ -199,7 +206,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     truncate_prompt_tokens: int | None = None  # tokens kept, the last ones; -1: leave max_tokens
     min_tokens: int = 0  # tokens before which no EOS, stop token or stop string ends it
     temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
+    top_p: float = 1.0  # of the mass of all tokens; the most likely one is always kept
     top_k: int = 0  # 0 or -1: all tokens
     min_p: float = 0.0  # relative to the most likely token
     seed: int | None = None  # same seed, same logits: same tokens, whatever the batch
@@ -208,8 +215,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     presence_penalty: float = 0.0  # over output tokens, as OpenAI defines it
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output tokens, as in transformers
+    frequency_penalty: float = 0.0  # over output tokens, as OpenAI defines it
+    repetition_penalty: float = 1.0  # 1 changes nothing; over prompt and output tokens, as in transformers
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] = ()  # no others; empty: all
     bad_words: Sequence[str] = ()  # not said, at the beginning of a word or within one

@@ -1,4 +1,4 @@
-"""Writes what is made from the source: three pages of docs/, and a table of a fourth.
+"""Writes what is made from the source: three pages of docs/, and a table each of two more.
 
     python docs/make_pages.py
 
@@ -7,7 +7,8 @@ read and call: attributes of classes with a comment `#:`, those that `__init__` 
 comments beside them (or beside the field of `RequestSpec` that it assigns), properties and
 methods. `fields.md` says of every known field of a body what becomes of it on each route that
 generates. The table of operators' routes in `operations.md` is made of the commands in
-`aioserve.engine.operations`.
+`aioserve.engine.operations`, that of ranges in `http-api.md` of `RANGES` and of the comments beside
+the fields of `SamplingParams`.
 """
 
 import ast
@@ -23,6 +24,7 @@ from aioserve.apis.anthropic import messages
 from aioserve.apis.responses import routes as responses
 from aioserve.engine.operations import OPERATOR_COMMANDS
 from aioserve.kv_cache import KVCacheManager, StatePool, WindowPool
+from aioserve.params import BIAS_RANGE, RANGES, SamplingParams
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.scheduler import (
     AdmissionPart,
@@ -238,6 +240,16 @@ TABLE = re.compile(
 )
 
 
+def with_ranges(page: str) -> str:
+    """The page `http-api.md`, with the table of today's ranges."""
+    rows, notes = ["| field | range | |", "|---|---|---|"], _comments(SamplingParams)
+    for name, numbers in RANGES.items():
+        rows.append(f"| `{name}` | {numbers.words} | {notes.get(name, '')}".rstrip() + " |")
+    rows.append(f"| values of `logit_bias` | {BIAS_RANGE.words} | whole or not |")
+    table = "\n".join(["", *rows, "", ""])
+    return TABLE.sub(lambda _: table, page)
+
+
 def with_operators_routes(page: str) -> str:
     """The page `operations.md`, with the table of today."""
     rows = ["| `POST` | method of `AsyncClient` | effect |", "|---|---|---|"]
@@ -388,5 +400,6 @@ if __name__ == "__main__":
     (HERE / "policies.md").write_text(catalogue(), encoding="utf-8")
     (HERE / "policy-api.md").write_text(render(), encoding="utf-8")
     (HERE / "fields.md").write_text(fields_page(), encoding="utf-8")
-    page = HERE / "operations.md"
-    page.write_text(with_operators_routes(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, renew in (("operations.md", with_operators_routes), ("http-api.md", with_ranges)):
+        page = HERE / name
+        page.write_text(renew(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -38,6 +38,12 @@ def test_the_table_of_operators_routes_has_the_commands_of_today(pages: ModuleTy
     assert pages.with_operators_routes(page) == page, ANEW
 
 
+def test_the_table_of_ranges_has_the_numbers_of_today(pages: ModuleType) -> None:
+    page = (DOCS / "http-api.md").read_text()
+    assert "| `temperature` | between 0 and 2 | 0: greedy |" in page
+    assert pages.with_ranges(page) == page, ANEW
+
+
 def test_the_page_of_fields_has_the_rules_of_today(pages: ModuleType) -> None:
     page = (DOCS / "fields.md").read_text()
     assert "| `temperature` | **served** | **served** | **served** | **served** |" in page

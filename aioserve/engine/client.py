@@ -5,7 +5,7 @@ From a prompt to a stream of its outputs. Knows no scheduler and no steps.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -100,6 +100,11 @@ class EngineClient(ABC):
     def supports_embeddings(self) -> bool:
         """Whether the model can turn prompts into embeddings."""
         return self._alive().pooling.can_pool
+
+    @property
+    def runner_parameters(self) -> Set[str]:
+        """Sampling parameters that not every runner serves, and this engine's does."""
+        return self._alive().input_processor.sampling.served
 
     def arriving(self) -> AbstractAsyncContextManager[object]:
         """Inside the block one more request counts as waiting: what it needs is being brought. May

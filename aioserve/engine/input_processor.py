@@ -33,6 +33,7 @@ from aioserve.errors import (
 from aioserve.model_source.info import ModelInfo
 from aioserve.params import (
     MAX_BAD_WORD_TOKENS,
+    RUNNER_PARAMETERS,
     PoolingParams,
     SamplingParams,
 )
@@ -410,6 +411,7 @@ class InputProcessor:
 
 
 NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init)"
+_PLAIN = SamplingParams()
 
 
 class SamplingValidator:
@@ -427,7 +429,8 @@ class SamplingValidator:
         """`encode` gives the token ids of a word, where there is a tokenizer, and `decode` its
         text. `seed` is where the seeds of requests without one come from.
         """
-        self._runner_info = runner_info
+        #: Those of `params.RUNNER_PARAMETERS` that the runner serves.
+        self.served = runner_info.parameters
         self._encode, self._decode = encode, decode
         self._has_tokenizer = not model_info.config.skip_tokenizer_init
         self._vocab_size = model_info.vocab_size
@@ -440,12 +443,12 @@ class SamplingValidator:
         """
         if params.detokenize and not self._has_tokenizer:
             raise RequestError(f"{NO_TOKENIZER}: set detokenize=False", param="detokenize")
-        if params.prompt_logprobs is not None and not self._runner_info.supports_prompt_logprobs:
-            raise RequestError(
-                "prompt_logprobs cannot be served: this engine's runner, or this model, does not "
-                "give the logits of prompts",
-                param="prompt_logprobs",
-            )
+        for name, why in RUNNER_PARAMETERS.items():
+            if name not in self.served and getattr(params, name) != getattr(_PLAIN, name):
+                raise RequestError(
+                    f"{name} cannot be served: this engine's runner, or this model, {why}",
+                    param=name,
+                )
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             self._check_known(name, getattr(params, name) or ())
         for token_ids in params.bad_words_ids:

@@ -47,8 +47,8 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_state_slots: int | None = None
     #: What layers with a sliding window get, if they have a pool of their own.
     windows: WindowSpec | None = None
-    #: Whether outputs tell how likely the tokens of prompts are (`prompt_logprobs`).
-    supports_prompt_logprobs: bool = False
+    #: Those of `params.RUNNER_PARAMETERS` that it serves; others are refused.
+    parameters: frozenset[str] = frozenset()
     #: Whether outputs have vectors of prompts (`pooled`).
     supports_pooling: bool = False
     #: Whether the encoder inputs of requests are run.

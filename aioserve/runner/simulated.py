@@ -18,7 +18,7 @@ from aioserve.errors import ConfigError
 from aioserve.kv_cache import Ahead, WindowSpec
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
-from aioserve.params import PoolingParams
+from aioserve.params import RUNNER_PARAMETERS, PoolingParams
 from aioserve.request import ROW_VALUES, invented
 from aioserve.runner.interface import KVConnectorWorker, RunnerInfo, RunnerInterface, window_spec
 from aioserve.runner.step_times import StepTimeSource, step_times
@@ -222,7 +222,7 @@ class SimulatedRunner(RunnerInterface):
             num_kv_blocks=cache.num_kv_blocks or num_blocks,
             num_state_slots=cache.num_state_slots,
             windows=windows,
-            supports_prompt_logprobs=True,
+            parameters=frozenset(RUNNER_PARAMETERS),
             supports_pooling=True,
             max_draft_tokens=config.runner.simulated_draft_tokens,
             gives_row_values=True,

@@ -15,7 +15,7 @@ from aioserve.engine.chat.chat_format import ChatFormat
 from aioserve.engine.operations import HealthCheck, ShowMetrics
 from aioserve.engine.operations.command import Health, Readiness
 from aioserve.errors import UnknownKeyError, UnknownModelError
-from aioserve.params import RANGES
+from aioserve.params import RANGES, RUNNER_PARAMETERS
 from aioserve.server.body import Route
 from aioserve.server.middleware import HTTP_COUNTS
 from aioserve.server.protocol import Architecture, Capability, ModelCard, ModelList
@@ -180,11 +180,14 @@ PROBES = tuple(route for route in ROUTES if route.needs == "nothing")
 # which fields of chat depend on that. Knows nothing about HTTP.
 
 
-#: Fields of chat that each model serves, by OpenRouter's names: the ranged parameters that
-#: OpenRouter knows, and those that are no number or have another name there.
-_SAMPLING = (
-    *(RANGES.keys() - {"n", "min_tokens", "truncate_prompt_tokens", "prompt_logprobs"}),
-    *("logit_bias", "max_completion_tokens", "stop", "top_logprobs"),
+#: Fields of chat by which replies are sampled: the numbers of `RANGES`, so that a new one is told by
+#: itself, but for those that OpenRouter's list leaves out; and those that are no number, or have
+#: another name there.
+_SAMPLING = frozenset(
+    (
+        *(RANGES.keys() - {"n", "min_tokens", "truncate_prompt_tokens", "prompt_logprobs"}),
+        *("logit_bias", "max_completion_tokens", "stop", "top_logprobs"),
+    )
 )
 _STRUCTURED = ("response_format", "structured_outputs")
 _TOOLS = ("parallel_tool_calls", "tool_choice", "tools")
@@ -210,7 +213,8 @@ def model_cards(engine: EngineClient, chat_format: ChatFormat | None) -> list[Mo
     }
     # The grammars of a reply are masks of logits, which a simulated runner does not have.
     is_bound = engine.config.runner.runner == "model" and bool(engine.model_info.eos_token_ids)
-    parameters = [*_SAMPLING, *(_STRUCTURED if is_bound else ())]
+    parameters = [*(_SAMPLING - (RUNNER_PARAMETERS.keys() - engine.runner_parameters))]
+    parameters += _STRUCTURED if is_bound else ()
     parameters += [*(_TOOLS if calls else ()), *(_REASONING if thinks else ())]
     if chat_format is not None and chat_format.thinking is not None and is_bound:
         parameters.append("thinking_token_budget")

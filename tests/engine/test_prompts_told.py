@@ -180,7 +180,7 @@ async def test_a_runner_without_logits_of_prompts_refuses_at_the_door(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def load(runner: SimulatedRunner) -> RunnerInfo:
-        return msgspec.structs.replace(runner.info, supports_prompt_logprobs=False)
+        return msgspec.structs.replace(runner.info, parameters=frozenset())
 
     monkeypatch.setattr(SimulatedRunner, "load", load)
     async with AsyncEngine(SIMULATED) as engine:

@@ -46,6 +46,7 @@ from aioserve.model_source.info import ModelInfo, find_model
 from aioserve.params import SamplingParams, StructuredOutputs
 from aioserve.runner.step_times import load_profile
 from aioserve.server.access.keys import read_keys
+from aioserve.server.routes import all_routes
 from tests.adapters import make_adapter
 from tests.fuzz.bounded import BOUNDED
 from tests.fuzz.harness import Target
@@ -53,6 +54,7 @@ from tests.gguf_models import write_gguf
 from tests.lab.traffic import record
 from tests.models import make_model
 from tests.processes import PATIENCE
+from tests.server.bad_bodies import good_numbers
 from tests.server.serving import SIMULATED, running
 
 ROOT = Path(__file__).parents[2]
@@ -100,13 +102,14 @@ TOOL = {
     },
 }
 SAMPLING = {
-    **{"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "n": 2, "seed": 1},
-    **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
-    **{"stop": ["x"], "stop_token_ids": [3], "logit_bias": {"5": 1}, "min_tokens": 1},
+    **good_numbers(),
+    **{"stop": ["x"], "stop_token_ids": [3], "logit_bias": {"5": 1}},
     **{"bad_words": ["no"], "allowed_token_ids": [1, 2, 3], "ignore_eos": True},
-    **{"priority": 1, "user": "u", "cache_salt": "s", "timeout": 5, "truncate_prompt_tokens": 9},
+    **{"priority": 1, "user": "u", "cache_salt": "s", "timeout": 5},
 }
+#: The example of each route, and bodies with more inside.
 BODIES: list[tuple[str, dict[str, Any]]] = [
+    *((route.path, dict(route.example)) for route in all_routes() if route.example),
     ("/v1/completions", {"prompt": "Hello", "max_tokens": 3, "logprobs": 2, "echo": True}),
     ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "stream": True, **SAMPLING}),
     ("/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "prompt_logprobs": 1}),
@@ -145,14 +148,11 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             **{"tool_choice": {"type": "any"}, "thinking": {"type": "disabled"}},
         },
     ),
-    ("/v1/messages/count_tokens", {"messages": MESSAGES}),
     ("/tokenize", {"messages": MESSAGES, "return_token_strs": True}),
-    ("/detokenize", {"tokens": [5, 6]}),
     ("/v1/embeddings", {"input": ["a", [5]], "dimensions": 2, "encoding_format": "base64"}),
     ("/v1/score", {"text_1": "a", "text_2": ["b", "c"], "truncate_prompt_tokens": 9}),
     ("/v1/score", {"query": [5], "items": [[6], [7]], "label_token_ids": [5, 6]}),
     ("/v1/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
-    ("/v1/abort", {"request_id": "x"}),
 ]
 
 

@@ -1,4 +1,39 @@
-"""Bodies with something wrong at every place, and what a refusal must look like."""
+"""Bodies with something wrong at every place, and what a refusal must look like.
+
+Good and bad values of the numbers of `RANGES` follow from their ranges: a new one has them.
+"""
+
+import sys
+
+from msgspec.structs import fields
+
+from aioserve.params import RANGES, SamplingParams
+from aioserve.server.protocol import GenerationRequest
+
+#: The numbers that every route with the fields of completions and chats takes, and their ranges.
+NUMBERS = {n: r for n, r in RANGES.items() if n in GenerationRequest.__struct_fields__}
+_FLOATS = {field.name for field in fields(SamplingParams) if field.type is float}
+
+
+def good_numbers() -> dict[str, float]:
+    """A value of each of the numbers that is in its range, and not its default."""
+    found: dict[str, float] = {}
+    for name, numbers in NUMBERS.items():
+        step = min(0.25, (numbers.le - numbers.ge) / 8) if name in _FLOATS else 1
+        value = numbers.ge + step
+        found[name] = value if numbers.holds(value) else numbers.ge
+    return found
+
+
+def bad_numbers() -> list[tuple[dict[str, float], str]]:
+    """Values just outside of each range, each as a field, with the name of the field."""
+    found = []
+    for name, numbers in NUMBERS.items():
+        most = () if numbers.le == sys.float_info.max else (numbers.le + 1,)
+        hole = () if numbers.other_than is None else (numbers.other_than,)
+        found += [({name: value}, name) for value in (numbers.ge - 1, *most, *hole)]
+    return found
+
 
 BIG = 10**400
 WRONG = [None, True, -1, 0, 2.5, BIG, "", "x" * 9, "\x00", [], [[]], [{}], {}, {"a": {"b": []}}]

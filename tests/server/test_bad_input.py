@@ -10,32 +10,24 @@ import pytest
 
 from aioserve.server.fields import FIELDS
 from aioserve.server.routes import all_routes
-from tests.server.bad_bodies import BIG, WRONG, check, mutations
+from tests.server.bad_bodies import BIG, WRONG, bad_numbers, check, mutations
 from tests.slow import mostly_slow
 
 COMPLETION = {"prompt": "Hello", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 
 SAMPLING = [
+    *bad_numbers(),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": BIG}, "max_tokens"),
-    ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 3}, "min_tokens"),
-    ({"temperature": -0.1}, "temperature"),
-    ({"temperature": 2.1}, "temperature"),
     ({"temperature": 1e39}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": BIG}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"top_p": 1.1}, "top_p"),
-    ({"top_k": -2}, "top_k"),
-    ({"min_p": 2}, "min_p"),
-    ({"n": 0}, "n"),
-    ({"n": 1000}, "n"),
     ({"seed": "x"}, "seed"),
     ({"seed": 2**64}, "seed"),
     ({"stop": 5}, "stop"),
@@ -47,14 +39,8 @@ SAMPLING = [
     ({"stop_token_ids": [5] * 1025}, "stop_token_ids"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
-    ({"presence_penalty": 3}, "presence_penalty"),
-    ({"frequency_penalty": -3}, "frequency_penalty"),
-    ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"repetition_penalty": 1e-300}, "repetition_penalty"),
-    ({"repetition_penalty": 11}, "repetition_penalty"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"bad_words": ["  "]}, "bad_words"),
     ({"bad_words": [["a"]]}, "bad_words[0]"),
     ({"allowed_token_ids": [10**9]}, "allowed_token_ids"),

@@ -16,6 +16,7 @@ from aioserve.server.chat.routes import sampling_params
 from aioserve.server.fields import GENERATING
 from aioserve.server.images import ImageParts
 from aioserve.server.protocol import SHARED_SAMPLING_FIELDS, CompletionRequest
+from tests.server.bad_bodies import good_numbers
 
 COMPLETION = BodyDecoder(CompletionRequest, "completions")
 CHAT = BodyDecoder(ChatCompletionRequest, "chat")
@@ -73,26 +74,18 @@ def test_every_sampling_parameter_can_be_asked_for_on_every_route_that_generates
 
 def test_every_shared_field_reaches_the_sampling_params():
     fields = {
-        "n": 2,
-        "min_tokens": 1,
-        "truncate_prompt_tokens": -1,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.1,
-        "seed": 3,
+        **good_numbers(),
         "stop": ["a", "b"],
         "include_stop_str_in_output": True,
         "stop_token_ids": [7],
         "ignore_eos": True,
-        "presence_penalty": 0.1,
-        "frequency_penalty": 0.2,
-        "repetition_penalty": 1.3,
         "logit_bias": {"5": -2},
         "allowed_token_ids": [5, 6],
         "bad_words": ["fie"],
         "skip_special_tokens": False,
     }
+    contrary = {"structured_outputs", "detokenize"}  # to some of these
+    assert fields.keys() == set(SHARED_SAMPLING_FIELDS) - contrary
     expected = {**fields, "stop": ("a", "b"), "stop_token_ids": (7,), "logit_bias": {5: -2.0}}
     expected |= {"allowed_token_ids": (5, 6), "bad_words": ("fie",)}
     params = completion(**fields).sampling_params(max_tokens=9, logprobs=4)

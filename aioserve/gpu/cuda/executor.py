@@ -248,7 +248,7 @@ class StepExecutor:
         self.info = RunnerInfo(
             num_kv_blocks=limits.num_pages,
             pipeline_depth=2,
-            supports_prompt_logprobs=model.halves is not None,
+            parameters=frozenset(() if model.halves is None else ("prompt_logprobs",)),
             max_draft_tokens=parts.max_draft_tokens,
         )
 
@@ -520,7 +520,7 @@ class StepExecutor:
             everything = torch.arange(plan.num_tokens, device=rows.device)
             inputs = self._inputs(plan.num_tokens, everything, tokens, tokens)
             halves = self._model.halves
-            assert halves is not None, "`supports_prompt_logprobs`"
+            assert halves is not None, "`RunnerInfo.parameters`"
             states = halves.hidden(inputs, attention)
             prompts.look(halves, states[prompts.rows.long()], asked.adapters[2:])
             return halves.logits(states[rows], sampling)

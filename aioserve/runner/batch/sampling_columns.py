@@ -6,9 +6,10 @@ the row, or what was drawn before. Integers only, so that a GPU kernel can compu
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -222,31 +223,72 @@ NO_LOGPROBS = -1
 SMALLEST = float(np.finfo(np.float32).tiny)
 
 
+class Column(NamedTuple):
+    """The type and the values of a column that follows from the parameters of a row's request."""
+
+    dtype: type[np.generic]
+    neutral: Any  # the value of a row that asks for nothing, a number or one of several words
+    #: The value of a request, from its parameters and the size of the vocabulary.
+    value: Callable[[SamplingParams, int], Any]
+
+
+def _column(
+    dtype: type[np.generic], neutral: Any, value: Callable[[SamplingParams, int], Any]
+) -> dict[str, Column]:
+    return {"column": Column(dtype, neutral, value)}
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """Columns of the S rows that sample in one step."""
+    """Columns of the S rows that sample in one step. A parameter's column is declared here, and
+    nowhere else.
+    """
 
     num_tokens: IntArray  # S, known before this step's token, i.e. the position of that token
-    temperature: FloatArray  # S, 0 = greedy
-    top_k: IntArray  # S, 0 = all
-    top_p: FloatArray  # S
-    min_p: FloatArray  # S
-    seeds: npt.NDArray[np.uint32]  # [S, 2], low and high word
-    num_logprobs: IntArray  # S, NO_LOGPROBS = not asked
     edits: dict[int, LogitsEdits]  # by place among the S, for those that have any
+    temperature: FloatArray = field(  # S, 0 = greedy
+        metadata=_column(
+            np.float32, 0, lambda params, _: params.temperature and max(params.temperature, SMALLEST)
+        )
+    )
+    top_k: IntArray = field(  # S, 0 = all
+        metadata=_column(np.int64, 0, lambda params, size: min(max(params.top_k, 0), size))
+    )
+    top_p: FloatArray = field(  # S
+        metadata=_column(np.float32, 1, lambda params, _: max(params.top_p, SMALLEST))
+    )
+    min_p: FloatArray = field(metadata=_column(np.float32, 0, lambda params, _: params.min_p))  # S
+    seeds: npt.NDArray[np.uint32] = field(  # [S, 2], low and high word
+        metadata=_column(np.uint32, (0, 0), lambda params, _: seed_words(params.seed or 0))
+    )
+    num_logprobs: IntArray = field(  # S, NO_LOGPROBS = not asked
+        metadata=_column(
+            np.int64,
+            NO_LOGPROBS,
+            lambda params, _: NO_LOGPROBS if params.logprobs is None else params.logprobs,
+        )
+    )
+
+    @classmethod
+    def neutral(cls, num_rows: int) -> "SamplingInputs":
+        """Return the columns of rows that ask for nothing, and know no token."""
+        columns = {
+            name: np.full((num_rows, *np.shape(column.neutral)), column.neutral, column.dtype)
+            for name, column in COLUMNS.items()
+        }
+        return cls(np.zeros(num_rows, dtype=np.int64), {}, **columns)
 
     def take(self, places: IntArray | npt.NDArray[np.bool_]) -> "SamplingInputs":
         """Return the columns of some of the rows; edits are left behind."""
         return SamplingInputs(
-            num_tokens=self.num_tokens[places],
-            temperature=self.temperature[places],
-            top_k=self.top_k[places],
-            top_p=self.top_p[places],
-            min_p=self.min_p[places],
-            seeds=self.seeds[places],
-            num_logprobs=self.num_logprobs[places],
-            edits={},
+            self.num_tokens[places], {}, *[getattr(self, name)[places] for name in COLUMNS]
         )
+
+
+#: By field of `SamplingInputs`, in their order.
+COLUMNS: dict[str, Column] = {
+    each.name: each.metadata["column"] for each in fields(SamplingInputs) if each.metadata
+}
 
 
 class SamplingColumns(BatchPart[LogitsEdits]):
@@ -255,21 +297,14 @@ class SamplingColumns(BatchPart[LogitsEdits]):
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         super().__init__()
         self._vocab_size = vocab_size
-        self._temperature = np.zeros(num_rows, dtype=np.float32)
-        self._top_k = np.zeros(num_rows, dtype=np.int64)
-        self._top_p = np.ones(num_rows, dtype=np.float32)
-        self._min_p = np.zeros(num_rows, dtype=np.float32)
-        self._seeds = np.zeros((num_rows, 2), dtype=np.uint32)
-        self._num_logprobs = np.full(num_rows, NO_LOGPROBS, dtype=np.int64)
+        all_rows = SamplingInputs.neutral(num_rows)
+        self._columns: list[npt.NDArray[Any]] = [getattr(all_rows, name) for name in COLUMNS]
+        self._values = [column.value for column in COLUMNS.values()]
 
     def set(self, row: int, request: NewRequestData) -> None:
         params = request.sampling_params
-        self._temperature[row] = params.temperature and max(params.temperature, SMALLEST)
-        self._top_k[row] = min(max(params.top_k, 0), self._vocab_size)
-        self._top_p[row] = max(params.top_p, SMALLEST)
-        self._min_p[row] = params.min_p
-        self._seeds[row] = seed_words(params.seed or 0)
-        self._num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        for numbers, value in zip(self._columns, self._values, strict=True):
+            numbers[row] = value(params, self._vocab_size)
         if LogitsEdits.needed(params):
             self.rows[row] = LogitsEdits(
                 params,
@@ -307,13 +342,4 @@ class SamplingColumns(BatchPart[LogitsEdits]):
         if self.rows:
             places = enumerate(rows.tolist())
             edits = {place: self.rows[row] for place, row in places if row in self.rows}
-        return SamplingInputs(
-            num_tokens=num_tokens,
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            min_p=self._min_p[rows],
-            seeds=self._seeds[rows],
-            num_logprobs=self._num_logprobs[rows],
-            edits=edits,
-        )
+        return SamplingInputs(num_tokens, edits, *[numbers[rows] for numbers in self._columns])

@@ -18,6 +18,7 @@ import torch
 from aioserve.config import CacheConfig, EngineConfig
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
+from aioserve.params import RUNNER_PARAMETERS
 from aioserve.request import ROW_VALUES
 from aioserve.runner.attention.backend import (
     ADAPTERS,
@@ -158,7 +159,9 @@ class StepExecutor:
             num_kv_blocks=backend.memory.num_blocks,
             num_state_slots=None if model.states is None else model.states.num_slots,
             windows=plan.windows,
-            supports_prompt_logprobs=model.halves is not None,
+            parameters=frozenset(RUNNER_PARAMETERS).difference(
+                () if model.halves is not None else ("prompt_logprobs",)
+            ),
             supports_pooling=model.halves is not None,
             supports_images=model.image_encoder is not None,
             gives_row_values=True,
@@ -239,7 +242,7 @@ class StepExecutor:
                 from aioserve.runner.cpu.asked_results import forward_and_look
 
                 halves = self._model.halves
-                assert halves is not None, "`supports_prompt_logprobs`"
+                assert halves is not None, "`RunnerInfo.parameters`"
                 logits, looked = forward_and_look(halves, inputs, owners, attention, wanted, pooled)
         finally:  # also if that fails: rows may change only when no thread reads them
             made = None

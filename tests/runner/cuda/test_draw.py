@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 from aioserve.gpu.cuda import sampler
 from aioserve.gpu.cuda.sampler import DrawColumns
 from aioserve.runner.batch import sampling_columns
-from aioserve.runner.batch.sampling_columns import NO_LOGPROBS, SamplingInputs
+from aioserve.runner.batch.sampling_columns import SamplingInputs
 from aioserve.runner.cpu.sampler import sample
 
 INTERPRETER = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -28,15 +29,14 @@ def random_columns(seed: int, num_rows: int) -> SamplingInputs:
     def pick(*choices: float) -> np.ndarray:
         return rng.choice(np.array(choices), num_rows)
 
-    return SamplingInputs(
+    return replace(
+        SamplingInputs.neutral(num_rows),
         num_tokens=rng.integers(1, 100_000, num_rows),
         temperature=pick(0, 0.01, 0.7, 1, 3).astype(np.float32),
         top_k=pick(0, 0, 1, 2, 40, 100_000).astype(np.int64),
         top_p=pick(1, 1, 0.001, 0.5, 0.95).astype(np.float32),
         min_p=pick(0, 0, 0.1, 1).astype(np.float32),
         seeds=rng.integers(0, 1 << 32, (num_rows, 2), dtype=np.uint32),
-        num_logprobs=np.full(num_rows, NO_LOGPROBS, dtype=np.int64),
-        edits={},
     )
 
 
