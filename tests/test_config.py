@@ -17,6 +17,7 @@ from aioserve.config import (
     RunnerConfig,
     SchedulerConfig,
     Section,
+    deciding_settings,
 )
 from aioserve.errors import ConfigError
 from aioserve.model_source.info import ModelInfo
@@ -214,6 +215,12 @@ def test_a_revision_of_a_model_that_is_here_is_refused(is_local: bool, tmp_path:
 def test_the_command_says_it_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--runner", "simulated", "--threads", "2", "--port", "0"]) == 2
     assert "aioserve: error: runner.threads is 2, which has no effect" in capsys.readouterr().err
+
+
+def test_the_policy_that_takes_over_decides_alone_within_the_same_limits() -> None:
+    assert {"policy", "options", "victim"} <= {*deciding_settings()}
+    config = SchedulerConfig(policy="fair", options={"a": 1}, victim="newest", max_num_seqs=7)
+    assert config.under("fcfs") == SchedulerConfig(policy="fcfs", max_num_seqs=7)
 
 
 def test_a_step_has_room_for_one_whole_request_unless_it_is_set() -> None:

@@ -21,6 +21,7 @@ from aioserve.config.sections import (
     SimulatorConfig,
     SpeculationConfig,
     StructuredOutputsConfig,
+    deciding_settings,
 )
 from aioserve.config.server import AccessConfig, BatchConfig, ScoringConfig, ServerConfig
 
@@ -46,5 +47,6 @@ __all__ = [
     "SimulatorConfig",
     "SpeculationConfig",
     "StructuredOutputsConfig",
+    "deciding_settings",
     "iter_settings",
 ]

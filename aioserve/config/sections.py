@@ -6,7 +6,7 @@
 import re
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,12 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 def doc(text: str, **limits: Any) -> Meta:
     """Return the help text of a setting, and the limits of its value, such as `ge=0`."""
     return Meta(description=text, **limits)
+
+
+#: Beside a setting of `SchedulerConfig`: it chooses the policy, or decides about requests in the
+#: place of the policy. What follows from that in other places needs no line there:
+#: `SchedulerConfig.under` and `deciding_settings`.
+DECIDES: dict[str, Any] = {"decides": True}
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -242,10 +248,14 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     """Limits that hold under every policy, the choice of the policy, and what is logged."""
 
     policy: Annotated[
-        str, doc("scheduling policy: an installed name, package.module:Class, or file.py:Class")
+        str,
+        doc(
+            "scheduling policy: an installed name, package.module:Class, or file.py:Class",
+            extra=DECIDES,
+        ),
     ] = "chunked_prefill"
     options: Annotated[
-        dict[str, Any], doc("options of the policy, as a mapping (YAML or --set)")
+        dict[str, Any], doc("options of the policy, as a mapping (YAML or --set)", extra=DECIDES)
     ] = msgspec.field(default_factory=dict)
     max_num_seqs: Annotated[PositiveInt, doc("batch size: most requests in one step")] = 256
     max_loras: Annotated[
@@ -274,7 +284,8 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         ],
         doc(
             "preemption: which request loses its KV blocks when they run out; policy: the last one "
-            "in the policy's order; newest: the last to arrive; last_admitted: as in vLLM"
+            "in the policy's order; newest: the last to arrive; last_admitted: as in vLLM",
+            extra=DECIDES,
         ),
     ] = "policy"
     admit_beside_preemption: Annotated[
@@ -357,10 +368,31 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         others = (self.max_num_seqs - 1) * (1 + self.num_lookahead_tokens)
         return min(self.max_chunk(max_model_len), self.step_budget(max_model_len) - others)
 
+    def under(self, policy: str) -> "SchedulerConfig":
+        """Return the same limits for another policy, which alone decides about requests: its
+        options and the settings that decide in its place have their defaults.
+        """
+        plain = SchedulerConfig(policy=policy)
+        decided = {name: getattr(plain, name) for name in deciding_settings()}
+        return msgspec.structs.replace(self, **decided)
+
     @property
     def depth(self) -> int:
         """`pipeline_depth`, once the runner has been asked; 1 until then."""
         return self.pipeline_depth or 1
+
+
+@cache
+def deciding_settings() -> tuple[str, ...]:
+    """Return the names of the settings of `SchedulerConfig` that are marked by `DECIDES`: the
+    policy that takes over from a failing one has them at their defaults, and vLLM has none of them
+    beside aioserve's.
+    """
+    return tuple(
+        name
+        for name, kind in _field_types(SchedulerConfig).items()
+        if any(isinstance(note, Meta) and note.extra == DECIDES for note in get_args(kind)[1:])
+    )
 
 
 class SimulatorConfig(Section, frozen=True, kw_only=True):

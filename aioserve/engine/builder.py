@@ -205,9 +205,7 @@ class EngineBuilder:
             depth=config.scheduler.depth,
             clock=clock,
             stall_timeout=config.scheduler.stall_timeout,
-            fallback=msgspec.structs.replace(
-                config.scheduler, policy=FALLBACK_POLICY, options={}, victim="policy"
-            ),
+            fallback=config.scheduler.under(FALLBACK_POLICY),
         )
         turns = None
         if config.shadow.shadow_policy is not None:

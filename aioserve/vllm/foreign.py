@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from aioserve.config import ModelConfig as OurModelConfig
-from aioserve.config import SchedulerConfig
+from aioserve.config import SchedulerConfig, deciding_settings
 from aioserve.errors import (
     ConfigError,
     EngineOverloadedError,
@@ -324,8 +324,12 @@ def _check_settings(
 ) -> None:
     """Raises `ConfigError` for what vLLM's scheduler, as it is set up here, would pass over."""
     own_victims = {"fcfs": ("policy", "last_admitted"), "priority": ("policy",)}[options.policy]
+    # What else would decide in the place of vLLM's scheduler, which knows nothing of it.
+    plain, own = config.under(config.policy), {"policy", "options", "victim"}
+    decided = {name: getattr(config, name) for name in deciding_settings() if name not in own}
     refused = {
         f"victim={config.victim}": config.victim not in own_victims,
+        **{f"{name}={v}": v != getattr(plain, name) for name, v in decided.items()},
         f"the order {options.order} beside policy: priority": (
             options.order is not None and options.policy == "priority"
         ),

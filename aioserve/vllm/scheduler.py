@@ -146,9 +146,7 @@ class Scheduler(TheirInterface):
             depth=config.depth,
             clock=self._clock,
             stall_timeout=config.stall_timeout,
-            fallback=msgspec.structs.replace(
-                config, policy=FALLBACK_POLICY, options={}, victim="policy"
-            ),
+            fallback=config.under(FALLBACK_POLICY),
         )
         self.checks: Checks | None = None  # of the setting `check`
         if settings.check:

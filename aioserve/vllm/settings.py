@@ -16,7 +16,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from aioserve.config import EngineConfig, SchedulerConfig
+from aioserve.config import EngineConfig, SchedulerConfig, deciding_settings
 from aioserve.config.load import convert, read_file
 from aioserve.errors import ConfigError
 
@@ -42,7 +42,7 @@ DRAFTERS = ("ngram", "eagle", "eagle3", "mtp", "draft_model")
 #: Settings of `SchedulerConfig` that are not translated yet.
 NOT_YET = ("request_log",)
 #: Settings that belong under `KEY`, and that no other part of vLLM has beside it.
-OURS = ("policy", "options", "victim", "decision_log", "shadow", "check")
+OURS = (*deciding_settings(), "decision_log", "shadow", "check")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
