@@ -3,8 +3,8 @@
 `make size`. A file counts where it is imported: what a process loads is what one has to know to
 follow it. Each scenario runs in a process of its own, after a first start of the embedded engine,
 so that it finds what a start keeps for later ones; the modules of aioserve count that are loaded at
-its end. `LIMITS` are held by tests/test_size.py. They are lowered freely, and raised only with
-the reason beside the limit.
+its end. `LIMITS` are held by tests/test_size.py, with `SLACK` lines to spare. They are lowered
+freely, and raised only with the reason beside the limit.
 """
 
 import atexit
@@ -78,7 +78,10 @@ SCENARIOS = {
     "compare fcfs chunked_prefill": COMPARE,
     "importing a policy": POLICY,
 }
-#: The most that each scenario may load. The aims: 110 modules and 18,000 lines, 180 and 28,000,
+#: Lines that a scenario may load beyond its limit, so that a small feature touches no limit. What
+#: is beyond this raises the limit to what is loaded then, with its reason.
+SLACK = 250
+#: The most that each scenario may load, but for `SLACK`. The aims: 110 modules and 18,000 lines, 180 and 28,000,
 #: 140 and 18,000, 25 and 4,000.
 LIMITS = {
     # 40 lines more than before: errors say what chooses a card; engines close what renders chats.
@@ -191,7 +194,7 @@ def _lines(path: Path) -> int:
 
 
 def main() -> int:
-    """Print both tables. Returns 1 if a scenario loads more than its limit, else 0."""
+    """Print both tables. Returns 1 if a scenario loads more than its limit and the slack, else 0."""
     print(f"{'folder':24} {'files':>5} {'lines':>7}")
     counts = folders()
     for folder, (files, lines) in counts.items():
@@ -203,7 +206,7 @@ def main() -> int:
     for name, limit in LIMITS.items():
         found = measure(name)
         print(f"{name:42} {found.modules:7} {limit.modules:5} {found.lines:7,} {limit.lines:7,}")
-        over = over or found.modules > limit.modules or found.lines > limit.lines
+        over = over or found.modules > limit.modules or found.lines > limit.lines + SLACK
     return over
 
 

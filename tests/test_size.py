@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.size import LIMITS, ROOT, loaded_files, loaded_packages, measure
+from tests.size import LIMITS, ROOT, SLACK, loaded_files, loaded_packages, measure
 
 
 @pytest.mark.parametrize("scenario", LIMITS)
-def test_a_scenario_loads_no_more_than_its_limit(scenario: str) -> None:
+def test_a_scenario_loads_no_more_than_its_limit_and_the_slack(scenario: str) -> None:
     found, limit = measure(scenario), LIMITS[scenario]
     assert found.modules <= limit.modules
-    assert found.lines <= limit.lines
+    assert found.lines <= limit.lines + SLACK
 
 
 def test_a_simulation_loads_neither_torch_nor_transformers() -> None:

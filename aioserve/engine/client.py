@@ -323,7 +323,8 @@ class EngineClient(ABC):
         many.
 
         `add_special_tokens` is for text: a chat template says which there are. Raises
-        `RequestError`, also for text whose length alone shows that it is too long for the model.
+        `RequestError`, whose `param` is "prompt" where a text is wrong, also for text whose length
+        alone shows that it is too long for the model.
         """
         processor = self._alive().input_processor
         room = processor.room(NOTHING_SAMPLED)
@@ -332,7 +333,9 @@ class EngineClient(ABC):
         return await processor.encode(prompt, room, add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens, special tokens included. Raises `RequestError`."""
+        """Return the text of these tokens, special tokens included. Raises `RequestError` whose
+        `param` is "tokens".
+        """
         return await self._alive().input_processor.decode(token_ids)
 
     async def abort(self, request_id: str) -> bool:

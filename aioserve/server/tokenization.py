@@ -3,8 +3,8 @@
 This module contains the HTTP handlers; the engine has the tokenizer and the chat template.
 """
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import msgspec
@@ -85,6 +85,19 @@ async def preparing(request: web.Request, images: ImageParts) -> AsyncIterator[N
         yield
 
 
+@contextmanager
+def naming(field: str, *, of_engine: str) -> Iterator[None]:
+    """Inside the block, errors of the engine's that name its argument `of_engine` name the `field` of
+    the body that it was made of. Where both have one name, there is no need of it.
+    """
+    try:
+        yield
+    except RequestError as error:
+        if error.param == of_engine:
+            error.param = field
+        raise
+
+
 async def tokenize(request: web.Request) -> web.Response:
     """Answer /tokenize. There may be more tokens than the model takes."""
     body = await decode_body(request, tokenize_decoder)
@@ -93,16 +106,12 @@ async def tokenize(request: web.Request) -> web.Response:
     images = ImageParts.of(engine)
     await before_tools(body.tools)
     prompt = _prompt(body, images, engine.config.server.ignore_unknown_fields)
-    try:
-        with images.named():
-            async with preparing(request, images):
-                if isinstance(prompt, Conversation):
-                    prompt = await request.app[IMAGES].show(prompt, images)
-                token_ids = await engine.tokenize(prompt, add_special_tokens=special)
-    except RequestError as error:
-        if error.param == "prompt" and body.messages is not None:
-            error.param = "messages"  # what the engine calls them when they are rendered
-        raise
+    field = "prompt" if body.messages is None else "messages"
+    with naming(field, of_engine="prompt"), images.named():
+        async with preparing(request, images):
+            if isinstance(prompt, Conversation):
+                prompt = await request.app[IMAGES].show(prompt, images)
+            token_ids = await engine.tokenize(prompt, add_special_tokens=special)
     answer = Tokenized(count=len(token_ids), max_model_len=engine.max_model_len, tokens=token_ids)
     if body.return_token_strs:
         answer.token_strs = engine.model_info.tokenizer.convert_ids_to_tokens(token_ids)

@@ -13,10 +13,12 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import RequestError
 from aioserve.outputs import RequestOutput, TokenLogprobs
+from aioserve.params import RUNNER_PARAMETERS
 from aioserve.runner.interface import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 from tests.greedy import GreedyReference
 from tests.models import VOCAB_SIZE, make_model
+from tests.server.bad_bodies import good_numbers
 from tests.slow import mostly_slow
 
 POLICIES = sorted(path.stem for path in Path("policies").glob("[a-z]*.py"))
@@ -176,13 +178,16 @@ def test_what_makes_no_sense_is_refused(fields: dict[str, int], message: str) ->
         SamplingParams(**fields)  # type: ignore[arg-type]
 
 
-async def test_a_runner_without_logits_of_prompts_refuses_at_the_door(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("name", RUNNER_PARAMETERS)
+async def test_what_a_runner_does_not_serve_is_refused_at_the_door(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def load(runner: SimulatedRunner) -> RunnerInfo:
         return msgspec.structs.replace(runner.info, parameters=frozenset())
 
     monkeypatch.setattr(SimulatedRunner, "load", load)
     async with AsyncEngine(SIMULATED) as engine:
-        with pytest.raises(RequestError, match="prompt_logprobs cannot be served"):
-            await ask(engine, [1, 2], prompt_logprobs=0)
+        assert engine.runner_parameters == set()
+        with pytest.raises(RequestError, match=f"{name} cannot be served") as caught:
+            await ask(engine, [1, 2], **{name: good_numbers()[name]})
+        assert caught.value.param == name
