@@ -12,11 +12,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from aioserve.errors import InvariantError
+from aioserve.errors import InvariantError, PolicyError
 from aioserve.kv_cache.block_pool import BlockPool, hash_blocks
 from aioserve.request import Request
+
+if TYPE_CHECKING:
+    from aioserve.kv_cache.manager import KVCacheManager
 
 MIN_COMPACTED = 64  # entries; a heap with fewer that are out of date is left as it is
 _Entry: TypeAlias = tuple[float, int, bytes]  # rank, when it was freed, content
@@ -183,22 +186,22 @@ class Retention:
 
     def __init__(
         self,
-        pool: BlockPool,
-        block_size: int,
+        kv_cache: "KVCacheManager",
+        policy_name: str,
         ask: Callable[[Request], float] | None,
-        outside: BlockPool | None = None,
     ) -> None:
-        """`ask` is the policy: the rank of what a request has left in the cache. None: the policy
-        states ranks by `rank` alone. `outside` are the slots of host memory for KV blocks, in which
-        the same ranks decide; None: there are none.
+        """`ask` is `retention` of the policy: the rank of what a request has left in the cache.
+        None: the policy states ranks by `rank` alone. In the slots that a connector has in host
+        memory for KV blocks, the same ranks decide.
         """
-        self._pool = pool
-        self._block_size = block_size  # tokens
+        self._pool = kv_cache.pool
+        self._block_size = kv_cache.block_size  # tokens
+        self._policy_name = policy_name
         self._ask = ask
-        self.ranking = Ranking(pool)
-        self._outside = outside
-        if outside is not None:
-            self.ranking.heir = Ranking(outside)
+        self.ranking = Ranking(self._pool)
+        self._outside = None if kv_cache.connector is None else kv_cache.connector.outside
+        if self._outside is not None:
+            self.ranking.heir = Ranking(self._outside)
         self.freed: deque[Request] = deque()  # have given up their blocks, to be asked about
 
     @staticmethod
@@ -224,23 +227,34 @@ class Retention:
             self.freed.append(request)
 
     def settle(self) -> None:
-        """Ask for the ranks of all that was given up. Raises what the policy does; of the request
-        for which it did, the blocks keep the rank that they had.
+        """Ask for the ranks of all that was given up. Raises what the policy does, and
+        `PolicyError` for a rank that is no number; of the request for which it did, the blocks keep
+        the rank that they had.
         """
         while self.freed and self._ask is not None:
             request = self.freed.popleft()
             contents = self._find_contents(request, request.num_tokens)
             if contents or self._find_outside(request, request.num_tokens):
-                self._rank(request, request.num_tokens, contents, self._ask(request))
+                rank = self._ask(request)
+                self._check(rank, request)
+                self._rank(request, request.num_tokens, contents, rank)
 
     def rank(self, request: Request, rank: float, num_tokens: int | None) -> int:
         """Give the cached prefix of the request's first `num_tokens` tokens, None: of all, a rank.
-        Returns the tokens that are cached.
+        Returns the tokens that are cached. Raises `PolicyError` for a rank that is no number.
         """
+        self._check(rank, request)
         limit = request.num_tokens if num_tokens is None else num_tokens
         contents = self._find_contents(request, limit)
         self._rank(request, limit, contents, rank)
         return len(contents) * self._block_size
+
+    def _check(self, rank: object, request: Request) -> None:
+        if not isinstance(rank, int | float) or rank != rank:
+            raise PolicyError(
+                f"policy {self._policy_name}: the retention of a request is a number, got "
+                f"{rank!r:.100} for {request.request_id!r}"
+            )
 
     def _rank(
         self, request: Request, num_tokens: int, contents: Sequence[bytes], rank: float

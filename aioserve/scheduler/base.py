@@ -57,6 +57,7 @@ from aioserve.scheduler.table import (
 if TYPE_CHECKING:
     from aioserve.config import SchedulerConfig
     from aioserve.kv_cache import KVCacheManager, KVConnectorBase, OffloadPrice
+    from aioserve.kv_cache.retention import Retention
     from aioserve.scheduler.estimates import OnlineStepTime, PredictedLengths
 
 #: By a value of the setting `victim`, the key whose largest value gives way when KV blocks run out,
@@ -125,7 +126,7 @@ class BaseScheduler(SchedulerInterface):
         # Loaded with the first scheduler: to import a policy takes none of it.
         from aioserve.kv_cache import EncoderLimits, LeaseLimits, make_limits
         from aioserve.scheduler.blame import asking
-        from aioserve.scheduler.memory import Memory, Ranks
+        from aioserve.scheduler.memory import Memory
         from aioserve.scheduler.stats import GaugeReader
 
         cls, name = type(self), type(self).__name__
@@ -146,7 +147,8 @@ class BaseScheduler(SchedulerInterface):
         is_grouped = cls.group_by is not BaseScheduler.group_by
         self._ask_group = asking(self, "group_by", str) if is_grouped else by_user
         is_ranked = cls.retention is not BaseScheduler.retention
-        self._ranks = Ranks(kv_cache, name, asking(self, "retention") if is_ranked else None)
+        # Ranks of cached prefixes; None: the policy has given none, and is not asked for any.
+        self._ranks = self._make_ranks(asking(self, "retention")) if is_ranked else None
         has_gauges = cls.gauges is not BaseScheduler.gauges
         self._gauges = GaugeReader(self) if has_gauges else None
         self._reorder_at: float | None = None  # None: no request has waited yet
@@ -304,8 +306,9 @@ class BaseScheduler(SchedulerInterface):
             self.kv_cache.leases.expire(self.clock())
         if self.book.just_ended:
             self._tell_ends(self.book.just_ended)
-        if self._ranks.in_use:
-            self._ranks.begin().settle()
+        if self._ranks is not None:
+            self._evict_by(self._ranks)
+            self._ranks.settle()
         if self.reorder_every is not None and self.book.waiting:
             self._reorder_if_due(self.reorder_every)
         make: Callable[..., Step] = Step
@@ -405,7 +408,20 @@ class BaseScheduler(SchedulerInterface):
         than `retention` did: it has become more or less likely to be used. Holds until `retention`
         is asked again. The request need not live. Returns the tokens that are cached.
         """
-        return self._ranks.retain(request, rank, num_tokens)
+        ranks = self._make_ranks(None) if self._ranks is None else self._ranks
+        num_cached = ranks.rank(request, rank, num_tokens)
+        self._ranks = ranks
+        self._evict_by(ranks)
+        return num_cached
+
+    def _make_ranks(self, ask: Callable[[Request], float] | None) -> Retention:
+        from aioserve.kv_cache.retention import Retention
+
+        return Retention(self.kv_cache, type(self).__name__, ask)
+
+    def _evict_by(self, ranks: Retention) -> None:
+        """Let these ranks decide what is evicted, unless they do already."""
+        self.kv_cache.retention = ranks.replace(self.kv_cache.retention, ranks)
 
     def pin(self, request: Request, until: float) -> int:
         """Keep the request's cached prefix until a time of the clock, for the next turn of its

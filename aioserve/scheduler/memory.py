@@ -1,21 +1,17 @@
-"""What a policy can read of the KV cache's memory, and how it ranks what is evicted from it.
+"""What a policy can read of the KV cache's memory, in tokens and exactly: shared blocks count once.
 
-`Memory` counts in tokens and exactly: shared blocks count once; it changes nothing. `Ranks` asks
-the policy's `retention` and checks the answers; which block is evicted first, the cache knows.
+Changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from aioserve.errors import PolicyError
 from aioserve.request import Request
 
 if TYPE_CHECKING:
     from aioserve.kv_cache import KVCacheManager
-    from aioserve.kv_cache.retention import Retention
     from aioserve.scheduler.table import RequestTable
 
 
@@ -103,56 +99,3 @@ class Memory:
         """
         counts = self._kv_cache.pool.ref_counts
         return self._tokens(sum(counts[block_id] == 1 for block_id in request.block_ids))
-
-
-class Ranks:
-    """The ranks of cached prefixes by which the policy named `policy_name` says what is evicted
-    first; least recently used blocks go first until a rank is given. `ask` is `retention` of the
-    policy; None: the policy does not have it.
-    """
-
-    def __init__(
-        self, kv_cache: KVCacheManager, policy_name: str, ask: Callable[[Request], Any] | None
-    ) -> None:
-        self._kv_cache, self._policy_name, self._ask = kv_cache, policy_name, ask
-        self._ranks = None if ask is None else self._make(self._asked)
-
-    @property
-    def in_use(self) -> bool:
-        """Whether the policy has given ranks, or is asked for them."""
-        return self._ranks is not None
-
-    def begin(self) -> Retention:
-        """Let ranks decide what is evicted, if they do not yet."""
-        if self._ranks is None:
-            self._ranks = self._make(None)
-        ranks = self._ranks
-        self._kv_cache.retention = ranks.replace(self._kv_cache.retention, ranks)
-        return ranks
-
-    def retain(self, request: Request, rank: float, num_tokens: int | None) -> int:
-        """Give the request's cached prefix, or its first `num_tokens` tokens, a rank; returns the
-        tokens that are cached. Raises `PolicyError` for a rank that is no number.
-        """
-        self._check(rank, request)
-        return self.begin().rank(request, rank, num_tokens)
-
-    def _make(self, ask: Callable[[Request], float] | None) -> Retention:
-        from aioserve.kv_cache.retention import Retention
-
-        kv_cache, connector = self._kv_cache, self._kv_cache.connector
-        outside = None if connector is None else connector.outside
-        return Retention(kv_cache.pool, kv_cache.block_size, ask, outside)
-
-    def _asked(self, request: Request) -> float:
-        assert self._ask is not None
-        rank: float = self._ask(request)
-        self._check(rank, request)
-        return rank
-
-    def _check(self, rank: object, request: Request) -> None:
-        if not isinstance(rank, int | float) or rank != rank:
-            raise PolicyError(
-                f"policy {self._policy_name}: the retention of a request is a number, got "
-                f"{rank!r:.100} for {request.request_id!r}"
-            )
