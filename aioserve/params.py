@@ -202,11 +202,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     n: int = 1  # independent samples of one prompt
-    max_tokens: int | None = None  # None: up to the model's limit; 0: prompt_logprobs alone
-    truncate_prompt_tokens: int | None = None  # tokens kept, the last ones; -1: leave max_tokens
+    max_tokens: int | None = None  # absent: the model's limit; 0: prompt_logprobs alone
+    truncate_prompt_tokens: int | None = None  # last tokens of the prompt that are kept
     min_tokens: int = 0  # tokens before which no EOS, stop token or stop string ends it
     temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # of the mass of all tokens; the most likely one is always kept
+    top_p: float = 1.0  # share of the probability; the most likely one is always kept
     top_k: int = 0  # 0 or -1: all tokens
     min_p: float = 0.0  # relative to the most likely token
     seed: int | None = None  # same seed, same logits: same tokens, whatever the batch
@@ -216,7 +216,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     presence_penalty: float = 0.0  # over output tokens, as OpenAI defines it
     frequency_penalty: float = 0.0  # over output tokens, as OpenAI defines it
-    repetition_penalty: float = 1.0  # 1 changes nothing; over prompt and output tokens, as in transformers
+    repetition_penalty: float = 1.0  # 1: none; over prompt and output tokens, as in transformers
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] = ()  # no others; empty: all
     bad_words: Sequence[str] = ()  # not said, at the beginning of a word or within one
@@ -224,7 +224,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     structured_outputs: StructuredOutputs | None = None  # what the text must look like
     thinking_budget: ThinkingBudget | None = None  # after how many tokens reasoning is ended
     logprobs: int | None = None  # alternatives per token; 0: the sampled token's alone
-    prompt_logprobs: int | None = None  # the same of each prompt token after the first
+    prompt_logprobs: int | None = None  # alternatives per prompt token after the first
     skip_special_tokens: bool = True
     kept_special_tokens: tuple[int, ...] = ()  # in the text even so; of Python callers only
     detokenize: bool = True  # False: token ids alone, no text; of Python callers only

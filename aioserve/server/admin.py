@@ -180,9 +180,9 @@ PROBES = tuple(route for route in ROUTES if route.needs == "nothing")
 # which fields of chat depend on that. Knows nothing about HTTP.
 
 
-#: Fields of chat by which replies are sampled: the numbers of `RANGES`, so that a new one is told by
-#: itself, but for those that OpenRouter's list leaves out; and those that are no number, or have
-#: another name there.
+#: Fields of chat by which replies are sampled: the numbers of `RANGES`, so that a new one is told
+#: by itself, but for those that OpenRouter's list leaves out; and those that are no number, or
+#: have another name there.
 _SAMPLING = frozenset(
     (
         *(RANGES.keys() - {"n", "min_tokens", "truncate_prompt_tokens", "prompt_logprobs"}),

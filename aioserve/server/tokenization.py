@@ -87,8 +87,8 @@ async def preparing(request: web.Request, images: ImageParts) -> AsyncIterator[N
 
 @contextmanager
 def naming(field: str, *, of_engine: str) -> Iterator[None]:
-    """Inside the block, errors of the engine's that name its argument `of_engine` name the `field` of
-    the body that it was made of. Where both have one name, there is no need of it.
+    """Inside the block, errors of the engine's that name its argument `of_engine` name the `field`
+    of the body that it was made of. Not needed where both have one name.
     """
     try:
         yield

@@ -248,7 +248,9 @@ class SamplingInputs:
     edits: dict[int, LogitsEdits]  # by place among the S, for those that have any
     temperature: FloatArray = field(  # S, 0 = greedy
         metadata=_column(
-            np.float32, 0, lambda params, _: params.temperature and max(params.temperature, SMALLEST)
+            np.float32,
+            0,
+            lambda params, _: params.temperature and max(params.temperature, SMALLEST),
         )
     )
     top_k: IntArray = field(  # S, 0 = all
