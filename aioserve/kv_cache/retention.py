@@ -12,14 +12,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from aioserve.errors import InvariantError, PolicyError
 from aioserve.kv_cache.block_pool import BlockPool, hash_blocks
 from aioserve.request import Request
-
-if TYPE_CHECKING:
-    from aioserve.kv_cache.manager import KVCacheManager
 
 MIN_COMPACTED = 64  # entries; a heap with fewer that are out of date is left as it is
 _Entry: TypeAlias = tuple[float, int, bytes]  # rank, when it was freed, content
@@ -186,22 +183,24 @@ class Retention:
 
     def __init__(
         self,
-        kv_cache: "KVCacheManager",
+        pool: BlockPool,
+        block_size: int,
         policy_name: str,
         ask: Callable[[Request], float] | None,
+        outside: BlockPool | None = None,
     ) -> None:
         """`ask` is `retention` of the policy: the rank of what a request has left in the cache.
-        None: the policy states ranks by `rank` alone. In the slots that a connector has in host
-        memory for KV blocks, the same ranks decide.
+        None: the policy states ranks by `rank` alone. `outside` are the slots of host memory for KV
+        blocks, in which the same ranks decide; None: there are none.
         """
-        self._pool = kv_cache.pool
-        self._block_size = kv_cache.block_size  # tokens
+        self._pool = pool
+        self._block_size = block_size  # tokens
         self._policy_name = policy_name
         self._ask = ask
-        self.ranking = Ranking(self._pool)
-        self._outside = None if kv_cache.connector is None else kv_cache.connector.outside
-        if self._outside is not None:
-            self.ranking.heir = Ranking(self._outside)
+        self.ranking = Ranking(pool)
+        self._outside = outside
+        if outside is not None:
+            self.ranking.heir = Ranking(outside)
         self.freed: deque[Request] = deque()  # have given up their blocks, to be asked about
 
     @staticmethod

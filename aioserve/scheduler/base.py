@@ -417,7 +417,9 @@ class BaseScheduler(SchedulerInterface):
     def _make_ranks(self, ask: Callable[[Request], float] | None) -> Retention:
         from aioserve.kv_cache.retention import Retention
 
-        return Retention(self.kv_cache, type(self).__name__, ask)
+        kv_cache, connector = self.kv_cache, self.kv_cache.connector
+        outside = None if connector is None else connector.outside
+        return Retention(kv_cache.pool, kv_cache.block_size, type(self).__name__, ask, outside)
 
     def _evict_by(self, ranks: Retention) -> None:
         """Let these ranks decide what is evicted, unless they do already."""

@@ -216,7 +216,7 @@ def test_ranks_of_contents_that_are_lost_do_not_pile_up() -> None:
 
 
 def keeping(manager: KVCacheManager, ranks: dict[str, float]) -> Retention:
-    retention = Retention(manager, "test", lambda r: ranks[r.request_id])
+    retention = Retention(manager.pool, manager.block_size, "test", lambda r: ranks[r.request_id])
     manager.retention = Retention.replace(manager.retention, retention)
     return retention
 
