@@ -22,6 +22,7 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, place_of
 from aioserve.kv_cache import BLOCKS, WindowSpec
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.params import RUNNER_PARAMETERS
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.results import computed_by
@@ -59,6 +60,13 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     gives_row_values: bool = False
     #: Whether a policy can set the card's clock (`set_frequency`).
     sets_frequency: bool = False
+
+
+def parameters_of(halves: object) -> frozenset[str]:
+    """Return `parameters` of a runner that serves whatever its model allows. `halves` are those of
+    the model, by which it gives the logits of prompts; None: it cannot be taken apart.
+    """
+    return frozenset(RUNNER_PARAMETERS) - ({"prompt_logprobs"} if halves is None else set())
 
 
 # How many KV blocks requests can use, wherever they lie. Knows settings, no memory.

@@ -408,10 +408,10 @@ class BaseScheduler(SchedulerInterface):
         than `retention` did: it has become more or less likely to be used. Holds until `retention`
         is asked again. The request need not live. Returns the tokens that are cached.
         """
-        ranks = self._make_ranks(None) if self._ranks is None else self._ranks
-        num_cached = ranks.rank(request, rank, num_tokens)
-        self._ranks = ranks
-        self._evict_by(ranks)
+        if self._ranks is None:
+            self._ranks = self._make_ranks(None)
+        num_cached = self._ranks.rank(request, rank, num_tokens)
+        self._evict_by(self._ranks)
         return num_cached
 
     def _make_ranks(self, ask: Callable[[Request], float] | None) -> Retention:

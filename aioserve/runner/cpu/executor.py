@@ -18,7 +18,6 @@ import torch
 from aioserve.config import CacheConfig, EngineConfig
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
-from aioserve.params import RUNNER_PARAMETERS
 from aioserve.request import ROW_VALUES
 from aioserve.runner.attention.backend import (
     ADAPTERS,
@@ -32,7 +31,7 @@ from aioserve.runner.batch.rescue import StepRescue, merge_outputs
 from aioserve.runner.cpu.kv_memory import AttentionBackend, StepMemory
 from aioserve.runner.cpu.machine import ComputeThreads, give_back_freed_memory
 from aioserve.runner.cpu.sampler import SampledTokens, sample_each
-from aioserve.runner.interface import KVConnectorWorker, RunnerInfo, failed_requests
+from aioserve.runner.interface import KVConnectorWorker, RunnerInfo, failed_requests, parameters_of
 from aioserve.runner.load_plan import BatchParts, LoadPlan
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -159,9 +158,7 @@ class StepExecutor:
             num_kv_blocks=backend.memory.num_blocks,
             num_state_slots=None if model.states is None else model.states.num_slots,
             windows=plan.windows,
-            parameters=frozenset(RUNNER_PARAMETERS).difference(
-                () if model.halves is not None else ("prompt_logprobs",)
-            ),
+            parameters=parameters_of(model.halves),
             supports_pooling=model.halves is not None,
             supports_images=model.image_encoder is not None,
             gives_row_values=True,
