@@ -20,7 +20,9 @@ import time
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from harness import ROOT, Args, Opt, Program
@@ -57,7 +59,7 @@ def kernels(args: Args) -> tuple[None, int]:
 
     from aioserve.gpu.cuda.flashinfer_attention import have_kernels
 
-    flashinfer = without_card(args.arch)
+    flashinfer = without_card(args.arch, _build_only)
     device: Any = NoDevice()
     failed = 0
     for kind in KINDS:
@@ -65,7 +67,8 @@ def kernels(args: Args) -> tuple[None, int]:
             continue
         began = time.monotonic()
         try:
-            have_kernels(flashinfer, kind.spec, [kind.call], torch.bfloat16, device, MAX_MODEL_LEN)
+            calls = [kind.call_on(device.torch_device)]
+            have_kernels(flashinfer, kind.spec, calls, torch.bfloat16, device, MAX_MODEL_LEN)
         except Exception as error:  # what its compiler raises has no common class
             failed += 1
             traceback.print_exc()
@@ -116,9 +119,10 @@ class NoDevice:
         """Return at once, as no device has work to do."""
 
 
-def without_card(arch: str) -> Any:
-    """Return flashinfer, changed so that a plan for a card of compute capability `arch` compiles
-    and loads a module and goes no further, since the rest needs a driver.
+def without_card(arch: str, load: Callable[[Any, Callable[[], Any]], Any]) -> Any:
+    """Return flashinfer, changed so that it makes wrappers and plans for a card of compute
+    capability `arch` that is not there. `load` is given what describes a module of kernels, and
+    what compiles and loads it; what it returns is used as the module.
     """
     import flashinfer
     import torch
@@ -129,32 +133,42 @@ def without_card(arch: str) -> Any:
         return empty(*args, **kwargs)
 
     torch.empty = empty_unpinned  # type: ignore[assignment]
-    for place, name in (
-        ("decode", "get_batch_decode_module"),
-        ("decode", "get_batch_prefill_module"),
-        ("prefill", "get_batch_prefill_module"),
-    ):
-        module = importlib.import_module(f"flashinfer.{place}")
-        setattr(module, name, _built(getattr(module, name)))
-    major, minor = (int("".join(filter(str.isdigit, number))) for number in arch.split("."))
     if torch.version.cuda is None:  # of a torch for the CPU, whose version is compared
         torch.version.cuda = "12.9"
-    for place in ("decode", "prefill", "utils"):
-        module = importlib.import_module(f"flashinfer.{place}")
-        module.get_compute_capability = lambda device: (major, minor)  # type: ignore[attr-defined]
+    major, minor = (int("".join(filter(str.isdigit, number))) for number in arch.split("."))
+    properties = SimpleNamespace(  # of an H200
+        major=major,
+        minor=minor,
+        multi_processor_count=132,
+        shared_memory_per_multiprocessor=228 << 10,
+        shared_memory_per_block_optin=227 << 10,
+    )
+    told: dict[str, Callable[[Any], Any]] = {
+        "get_compute_capability": lambda device: (major, minor),
+        "get_device_properties": lambda device: properties,
+        "get_device_sm_count": lambda device: properties.multi_processor_count,
+    }
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "flashinfer":
+            for asked, tell in told.items():
+                if asked in vars(module):
+                    setattr(module, asked, tell)
+    described = importlib.import_module("flashinfer.jit.core").JitSpec
+    build = described.build_and_load
+    described.build_and_load = lambda self: load(self, partial(build, self))
     return flashinfer
 
 
-def _built(build: Callable[..., Any]) -> Callable[..., Any]:
-    class Built:
-        def plan(self, *args: Any) -> list[int]:
-            return []
+class Built:
+    """A module that was compiled and loaded, which is asked to plan, and does nothing."""
 
-    def build_only(*args: Any, **kwargs: Any) -> Built:
-        build(*args, **kwargs)
-        return Built()
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args: (0, 0)
 
-    return build_only
+
+def _build_only(described: Any, build: Callable[[], Any]) -> Built:
+    build()
+    return Built()
 
 
 def compiled(folder: Path) -> list[Path]:
@@ -185,7 +199,12 @@ def wheels(args: Args) -> tuple[None, int]:
     whole = next(fetched.glob("flashinfer_python-*.whl"))
     modules = compiled(Path(args.kernels))
     trim(whole, folder / whole.name, modules, has_sources=not args.no_sources)
-    check_import(folder / whole.name, Path(args.kernels))
+    if not check_import(folder / whole.name, Path(args.kernels)):
+        print(
+            "flashinfer's import from the trimmed wheel was not tried, as tvm_ffi is not here: "
+            "`python benchmarks/card_pack.py kernels` installs it",
+            file=sys.stderr,
+        )
     total = 0.0
     for path in sorted(folder.glob("*.whl")):
         total += (size := path.stat().st_size / MIB)
@@ -251,9 +270,10 @@ def trim(whole: Path, target: Path, modules: list[Path], *, has_sources: bool) -
         out.writestr(info, "\n".join([*lines, f"{record},,", ""]))
 
 
-def check_import(wheel: Path, kernels: Path) -> None:
-    """Import flashinfer from a wheel, where `kernels` has been filled and has what it needs. Raises
-    `CalledProcessError` if something was left out that the import needs.
+def check_import(wheel: Path, kernels: Path) -> bool:
+    """Import flashinfer from a wheel, with what was installed beside `kernels`. Returns whether it
+    was tried: tvm_ffi is needed. Raises `CalledProcessError` if the import fails, as it does where
+    something was left out that it needs.
     """
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(wheel) as source:
@@ -264,8 +284,13 @@ def check_import(wheel: Path, kernels: Path) -> None:
             "FLASHINFER_WORKSPACE_BASE": folder,
             "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
         }
-        code = "import importlib.util as u; u.find_spec('tvm_ffi') and __import__('flashinfer')"
-        subprocess.run([sys.executable, "-c", code], env=env, check=True)
+        code = "import importlib.util as u, sys; u.find_spec('tvm_ffi') or sys.exit(3)\n"
+        command = [sys.executable, "-c", code + "import flashinfer"]
+        done = subprocess.run(command, env=env, check=False)
+        if done.returncode == 3:
+            return False
+        done.check_returncode()
+    return True
 
 
 def _files(source: zipfile.ZipFile, has_sources: bool) -> Iterator[tuple[str, bytes]]:

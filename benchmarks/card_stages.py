@@ -248,29 +248,40 @@ class Kind(NamedTuple):
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of values
     window: int | None = None
     softcap: float | None = None
     kv_dtype: torch.dtype = torch.bfloat16
+    has_sinks: bool = False
+    rope_dim: int = 0  # what keys have besides, in layers that keep latent states
 
     def __str__(self) -> str:
-        words = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"
+        if self.rope_dim:
+            words = (
+                f"{self.num_heads} heads on latent states of {self.head_dim} and {self.rope_dim}"
+            )
+        else:
+            sinks = " with sinks," if self.has_sinks else ""
+            words = f"{self.num_heads}/{self.num_kv_heads} heads{sinks} of {self.head_dim}"
         words += f", window {self.window}" if self.window else ""
         words += f", soft cap {self.softcap:g}" if self.softcap else ""
         return words + (", fp8 KV" if self.kv_dtype != torch.bfloat16 else "")
 
-    @property
-    def call(self) -> AttentionCall:
-        """The call of such a layer."""
+    def call_on(self, place: torch.device) -> AttentionCall:
+        """Return the call of such a layer whose weights are at `place`."""
+        # The scale of latent states is that of the keys that the model makes of them.
+        scaling = 192**-0.5 if self.rope_dim else self.head_dim**-0.5
+        sinks = torch.linspace(-2, 4, self.num_heads, device=place) if self.has_sinks else None
         options = AttentionOptions(
-            self.head_dim**-0.5, sliding_window=self.window, softcap=self.softcap
+            scaling, sliding_window=self.window, softcap=self.softcap, sinks=sinks
         )
         return AttentionCall(self.num_heads, options)
 
     @property
     def spec(self) -> KVCacheSpec:
         """The KV cache of one such layer."""
-        layer = LayerSpec(self.num_kv_heads, self.head_dim, self.head_dim)
+        key_dim, is_latent = self.head_dim + self.rope_dim, self.rope_dim > 0
+        layer = LayerSpec(self.num_kv_heads, key_dim, self.head_dim, is_latent)
         return KVCacheSpec((layer,), self.kv_dtype)
 
 
@@ -289,6 +300,13 @@ KINDS = (
     Kind(16, 8, 256, window=100, softcap=2.0),  # Gemma 2, the other layers
     Kind(16, 4, 256),
     Kind(14, 2, 64),  # Qwen2.5-0.5B
+    Kind(64, 8, 64, has_sinks=True),  # gpt-oss, layers that see everything
+    Kind(64, 8, 64, window=100, has_sinks=True),  # gpt-oss, the other layers
+    Kind(32, 32, 96),  # Phi-3-mini: stored as heads of 128
+    Kind(32, 32, 80),  # Phi-2: the same
+    Kind(128, 1, 512, rope_dim=64),  # DeepSeek-V3
+    Kind(16, 1, 512, rope_dim=64),  # DeepSeek-V2-Lite
+    Kind(20, 1, 512, rope_dim=64),  # GLM-4.7-Flash: the kernel is given 32 heads
 )
 
 
@@ -308,7 +326,8 @@ def _import_flashinfer() -> dict[str, Any]:
 def _load_kernels(card: Card, kind: Kind) -> dict[str, Any]:
     import flashinfer
 
-    have_kernels(flashinfer, kind.spec, [kind.call], torch.bfloat16, card.device, MAX_MODEL_LEN)
+    calls = [kind.call_on(card.device.torch_device)]
+    have_kernels(flashinfer, kind.spec, calls, torch.bfloat16, card.device, MAX_MODEL_LEN)
     return {}
 
 
@@ -340,10 +359,11 @@ class Attentions:
         spec = KVCacheSpec(
             tuple(layer for kind in kinds for layer in kind.spec.layers), kinds[0].kv_dtype
         )
+        self._calls = [kind.call_on(place) for kind in kinds]
         self._fast = FlashInferAttention(
             flashinfer,
             spec,
-            [kind.call for kind in kinds],
+            self._calls,
             limits,
             self.device,
             torch.bfloat16,
@@ -353,11 +373,14 @@ class Attentions:
         )
         self._plain = TorchDeviceAttention(spec, limits, self.device.torch_device)
         torch.manual_seed(0)
-        for name in ("keys", "values"):
-            shared = getattr(self._fast.cache, name)
-            for cache in shared:
+        fast, plain = self._fast.cache, self._plain.cache
+        for index, layer in enumerate(spec.layers):
+            # Without the zeros behind heads that are stored wider than they are.
+            keys = fast.keys[index][..., : layer.key_head_dim]
+            values = fast.values[index][..., : layer.value_head_dim]
+            for cache in (keys,) if layer.is_latent else (keys, values):
                 cache.copy_(torch.randn(cache.shape, device=place, dtype=torch.bfloat16))
-            setattr(self._plain.cache, name, shared)
+            plain.keys[index], plain.values[index] = keys, values
         self._random = np.random.default_rng(0)
         self._buffer = self.device.host_buffer(self._layout.size)
 
@@ -390,9 +413,10 @@ class Attentions:
         fast, plain = (each.begin(plan, self.arrays) for each in (self._fast, self._plain))
         # Twice as long as K and V, so that some tokens matter more than others.
         queries = [
-            2 * torch.randn(plan.num_tokens, kind.num_heads, kind.head_dim).bfloat16()
+            2 * torch.randn(plan.num_tokens, kind.num_heads, kind.head_dim + kind.rope_dim)
             for kind in self.kinds
         ]
+        queries = [query.bfloat16() for query in queries]
         on_device = [query.to(self.device.torch_device) for query in queries]
         found: list[Tensor] = []
         expected: list[Tensor] = []
@@ -403,10 +427,10 @@ class Attentions:
             if replay is not None:
                 found.extend(replay(on_device))
             else:
-                for layer, kind in enumerate(self.kinds):
-                    found.append(fast.attend(layer, on_device[layer], kind.call.options))
-            for layer, kind in enumerate(self.kinds):
-                expected.append(plain.attend(layer, on_device[layer], kind.call.options))
+                for layer, call in enumerate(self._calls):
+                    found.append(fast.attend(layer, on_device[layer], call.options))
+            for layer, call in enumerate(self._calls):
+                expected.append(plain.attend(layer, on_device[layer], call.options))
 
         self.device.launch(attend)
         self.device.record().wait()
@@ -422,15 +446,16 @@ class Attentions:
         plan = plan_padding(self._layout, self._buffer.array, size)
         self.device.stage(self._arena[: plan.num_words], self._buffer)
         step = self._fast.begin(plan, self.arrays)
-        queries = [
-            torch.zeros(size, kind.num_heads, kind.head_dim, dtype=torch.bfloat16, device=place)
-            for kind in self.kinds
-        ]
-        results = [torch.empty_like(query) for query in queries]
+
+        def zeros(num_heads: int, dim: int) -> Tensor:
+            return torch.zeros(size, num_heads, dim, dtype=torch.bfloat16, device=place)
+
+        queries = [zeros(kind.num_heads, kind.head_dim + kind.rope_dim) for kind in self.kinds]
+        results = [zeros(kind.num_heads, kind.head_dim) for kind in self.kinds]
 
         def work() -> None:
-            for layer, kind in enumerate(self.kinds):
-                results[layer].copy_(step.attend(layer, queries[layer], kind.call.options))
+            for layer, call in enumerate(self._calls):
+                results[layer].copy_(step.attend(layer, queries[layer], call.options))
 
         captured = self.device.capture(work)
         self.device.record().wait()
@@ -482,6 +507,7 @@ def graphs(card: Card) -> Iterator[Part]:
     """Replay captured attention with lengths, pages and numbers of rows far from the capture's."""
     amounts = card.amounts
     pairs = ([KINDS[0], KINDS[5]], [KINDS[8], KINDS[9]], [KINDS[1]], [KINDS[6]])
+    pairs += ([KINDS[12], KINDS[13]], [KINDS[14]], [KINDS[16]], [KINDS[18]])
 
     def replayed(kinds: Sequence[Kind]) -> dict[str, Any]:
         both = Attentions(card, kinds, amounts.sizes)

@@ -395,6 +395,7 @@ def prepare_model(
     warn_of_unsound(module)
     keep_experts_apart(module)
     set_long_factors(module, info.hf_config, info.max_model_len)
+    place.keep_latents(module)
     states: LayerStates = MODEL_PARTS["states"](module, place.own_forward)
     try:
         # Of kernels for cards that it does not find, transformers warns at the first call.

@@ -61,6 +61,9 @@ FAULTS = [
     ("kernels", "WithoutCompiler", "window", "RuntimeError: Could not find nvcc and default cuda"),
     ("attention", "WrongKernel", "heads of 64", "wrong numbers: the worst head is off by "),
     ("attention", "SilentKernel", "28/4 heads", "wrong numbers: the worst head is off by "),
+    ("attention", "WithoutSinks", "sinks", "wrong numbers: the worst head is off by "),
+    ("attention", "UnturnedLatents", "latent", "wrong numbers: the worst head is off by "),
+    ("attention", "WrongScale", "32/32 heads", "wrong numbers: the worst head is off by "),
     ("graphs", "StalePlan", "", "wrong numbers: the worst head is off by "),
     ("sampler", "WithoutTopP", "top-p", "draws are outside of top-p"),
     ("overlap", "UnguardedPlan", "depth 2, with graphs", "copies of this buffer are still queued"),
@@ -96,14 +99,13 @@ def test_the_hosts_time_is_told_with_a_card_that_does_nothing(tmp_path: Path) ->
 @pytest.mark.slow
 def test_kernels_of_every_model_of_the_stages_are_among_the_kinds() -> None:
     """Else a stage would compile, or take plain torch, where kernels are packed."""
-    import torch
-    from card_stages import HOST_SHAPE, KINDS, OVERLAP_SHAPE, REAL
+    from card_stages import HOST_SHAPE, KINDS, OVERLAP_SHAPE, REAL, Kind
     from gpu import GPU_SHAPES
 
     def kernel(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[int, bool]:
         return head_dim, num_heads // num_kv_heads >= 4
 
-    plain = {kernel(*kind[:3]) for kind in KINDS if kind[3:] == (None, None, torch.bfloat16)}
+    plain = {kernel(*kind[:3]) for kind in KINDS if kind == Kind(*kind[:3])}
     for shape in (OVERLAP_SHAPE, GPU_SHAPES[REAL.shape], GPU_SHAPES[HOST_SHAPE]):
         heads = shape["num_attention_heads"], shape["num_key_value_heads"]
         assert kernel(*heads, shape["head_dim"]) in plain

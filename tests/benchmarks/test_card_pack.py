@@ -2,13 +2,14 @@
 
 import base64
 import hashlib
+import importlib.util
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from card_pack import compiled, is_kept, trim
+from card_pack import check_import, compiled, is_kept, trim
 
 KEPT = {
     "flashinfer/decode.py": b"decode = 1\n",
@@ -79,3 +80,23 @@ def test_without_sources_only_python_and_kernels_are_left() -> None:
 
 def test_a_cache_without_kernels_packs_none(tmp_path: Path) -> None:
     assert compiled(tmp_path) == []
+
+
+def test_an_import_is_tried_where_what_it_needs_is_there_and_said_not_to_be_elsewhere(
+    tmp_path: Path,
+) -> None:
+    wheel, kernels = tmp_path / "flashinfer.whl", tmp_path / "kernels"
+
+    def write(code: str) -> None:
+        with zipfile.ZipFile(wheel, "w") as out:
+            out.writestr("flashinfer/__init__.py", code)
+
+    write("raise ImportError('a file was left out')")
+    if importlib.util.find_spec("tvm_ffi") is None:
+        assert not check_import(wheel, kernels)
+    (kernels / "site" / "tvm_ffi").mkdir(parents=True)
+    (kernels / "site" / "tvm_ffi" / "__init__.py").write_text("")
+    with pytest.raises(subprocess.CalledProcessError):
+        check_import(wheel, kernels)
+    write("import tvm_ffi")
+    assert check_import(wheel, kernels)

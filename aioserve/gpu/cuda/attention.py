@@ -61,7 +61,11 @@ class DeviceAttention(ABC):
 
 
 class PagedCache:
-    """K and V of every layer, [num_pages + 1, page_size, num_kv_heads, head_dim] each."""
+    """K and V of every layer, [num_pages + 1, page_size, num_kv_heads, head_dim] each.
+
+    V of a latent layer is a view of its K. Heads that are stored may be narrower than those of the
+    cache, whose other numbers stay 0.
+    """
 
     def __init__(
         self, spec: KVCacheSpec, limits: Limits, device: torch.device, *, keep_finite: bool
@@ -74,19 +78,34 @@ class PagedCache:
 
         self._dtype = spec.dtype
         self._keep_finite = keep_finite
+        self._is_latent = [s.is_latent for s in spec.layers]
         self.keys = [allocate(s.num_kv_heads, s.key_head_dim) for s in spec.layers]
-        self.values = [allocate(s.num_kv_heads, s.value_head_dim) for s in spec.layers]
+        self.values = [
+            keys[..., : s.value_head_dim]
+            if s.is_latent
+            else allocate(s.num_kv_heads, s.value_head_dim)
+            for keys, s in zip(self.keys, spec.layers, strict=True)
+        ]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is allocated, each once: K of all layers, then V of those that are not
+        latent.
+        """
+        pairs = zip(self.values, self._is_latent, strict=True)
+        return [*self.keys, *(values for values, is_latent in pairs if not is_latent)]
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write `key` and `value` [T, Hkv, D] to `slots` (int64 [T])."""
-        for cache, states in ((self.keys[layer], key), (self.values[layer], value)):
+        parts = [(self.keys[layer], key), (self.values[layer], value)]
+        for cache, states in parts[:1] if self._is_latent[layer] else parts:
             if self._keep_finite:
                 states = torch.nan_to_num(states, nan=0.0, posinf=0.0, neginf=0.0)
             flat = cache.view(-1, *cache.shape[2:])
             if self._dtype == torch.float8_e4m3fn:
                 states = states.clamp(-FP8_MAX, FP8_MAX).to(self._dtype).view(torch.uint8)
                 flat = flat.view(torch.uint8)
-            flat.index_copy_(0, slots, states)
+            flat[..., : states.shape[2]].index_copy_(0, slots, states)
 
 
 class TorchDeviceAttention(DeviceAttention):

@@ -332,9 +332,7 @@ class StepExecutor:
         cache, model = self._attention.cache, self._model
         computed = f"{model.name}, {model.kv_cache_spec.dtype}, {type(self._attention).__name__}"
         computed += f" on {self._device.card().name}"
-        self._host_blocks = DeviceBlocks(
-            self._device, [*cache.keys, *cache.values], num_bytes, computed
-        )
+        self._host_blocks = DeviceBlocks(self._device, cache.tensors, num_bytes, computed)
         return self._host_blocks
 
     def _finish_copies(self, copied: Copied | None) -> None:

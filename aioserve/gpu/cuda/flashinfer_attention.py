@@ -1,21 +1,31 @@
 """Attention by flashinfer: planned once a step, run in every layer.
 
 A plan is data for one wrapper, not code: a CUDA graph that was captured with a wrapper runs with
-whatever that wrapper was planned with last. flashinfer is imported when one of these is made;
-keyword calls fit 0.6.12 to 0.7.2.
+whatever that wrapper was planned with last. flashinfer is imported when one of these is made.
+Keyword calls fit 0.6.12 to 0.7.2; those for sinks and latent attention are of 0.7.
+
+Heads of a size without kernels are stored wider, with zeros behind them, which change no product: a
+decode of heads of 96 then reads a third more of the cache. Plain torch moves seven times as much:
+it gathers pages (reads and writes them), and makes them float32 (reads, writes, and reads those).
 """
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from aioserve.gpu.cuda.attention import DeviceAttention, DeviceStep, PagedCache
 from aioserve.gpu.cuda.device import Device, Event
 from aioserve.gpu.cuda.plan import Limits, Sections, StepPlan
-from aioserve.runner.attention.backend import AttentionCall, AttentionOptions, KVCacheSpec
+from aioserve.runner.attention.backend import (
+    AttentionCall,
+    AttentionOptions,
+    KVCacheSpec,
+    LayerSpec,
+)
 from aioserve.support.progress import stage
 
 logger = logging.getLogger(__name__)
@@ -24,34 +34,90 @@ HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 256 << 20  # what vLLM gives it
 INT_WORKSPACE_BYTES = 8 << 20  # of each wrapper, by its source
 TENSOR_CORE_GROUP = 4  # query heads per KV head from which mini-sglang decodes on tensor cores
+#: Of latent attention, by its source: multiples of what its kernels are made for, the most query
+#: heads that one tile has, and the tiles of 128 rows in a step, but for those that splits add.
+LATENT_MULTIPLE, ROPE_MULTIPLE, LATENT_HEADS, LATENT_TILES = 128, 64, 128, 15_000
+LATENT_BACKEND = "fa2"  # a guess, as for prompts: "fa3" is for compute capability 9.0 alone
 
 
 class LayerKind(NamedTuple):
-    """The kind of a layer, on which a plan depends; layers of one kind share it."""
+    """The kind of a layer, on which a plan depends; layers of one kind share it. Heads and their
+    sizes are those of the kernels, which may be more than the model has.
+    """
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of keys and values; in latent attention, of values
     scaling: float
     window_left: int  # -1: all
     softcap: float  # 0: none
+    has_sinks: bool = False
+    rope_dim: int | None = None  # what keys have besides values, in latent attention
 
 
 def why_not(
-    spec: KVCacheSpec, calls: Sequence[AttentionCall], query_dtype: torch.dtype
+    spec: KVCacheSpec, calls: Sequence[AttentionCall], query_dtype: torch.dtype, num_tokens: int = 1
 ) -> str | None:
-    """Return what a model has that this backend does not serve; None if it serves it."""
-    for layer, call in zip(spec.layers, calls, strict=True):
-        if layer.key_head_dim not in HEAD_DIMS or layer.value_head_dim != layer.key_head_dim:
-            dims = f"{layer.key_head_dim} and {layer.value_head_dim}"
-            return f"head sizes {dims} of keys and values (it has {HEAD_DIMS})"
-        if call.options.sinks is not None:
-            return "attention sinks"
-        if call.options.chunk is not None:
-            return "attention in chunks"
+    """Return what a model has that this backend does not serve, in steps of up to `num_tokens`;
+    None if it serves it.
+    """
     if query_dtype not in (torch.bfloat16, torch.float16):
         return f"{str(query_dtype).removeprefix('torch.')} queries"
+    for layer, call in zip(spec.layers, calls, strict=True):
+        options = call.options
+        if options.chunk is not None:
+            return "attention in chunks, for which it has no kernel"
+        if layer.is_latent:
+            obstacle = _why_not_latent(layer, call, num_tokens)
+        elif max(layer.key_head_dim, layer.value_head_dim) > HEAD_DIMS[-1]:
+            dims = f"{layer.key_head_dim} and {layer.value_head_dim}"
+            obstacle = f"head sizes {dims} of keys and values (its kernels have {HEAD_DIMS})"
+        elif options.sinks is not None and options.softcap is not None:
+            obstacle = "attention sinks beside soft caps, for which it has no kernel"
+        else:
+            continue
+        if obstacle is not None:
+            return obstacle
     return None
+
+
+def _why_not_latent(layer: LayerSpec, call: AttentionCall, num_tokens: int) -> str | None:
+    options, size = call.options, layer.value_head_dim
+    if size % LATENT_MULTIPLE:
+        return f"latent states of {size} (its kernels have multiples of {LATENT_MULTIPLE})"
+    if call.num_heads > LATENT_HEADS:
+        return f"latent attention of {call.num_heads} heads (its kernels have up to {LATENT_HEADS})"
+    if (options.sinks, options.softcap, options.sliding_window) != (None, None, None):
+        return "latent attention with windows, soft caps or sinks, for which it has no kernel"
+    most = LATENT_TILES * LATENT_HEADS // _latent_heads(call.num_heads)
+    if num_tokens > most:
+        return (
+            f"latent attention of {call.num_heads} heads in steps of {num_tokens} tokens (at most "
+            f"{most}: lower scheduler.max_num_batched_tokens)"
+        )
+    return None
+
+
+def stored_spec(spec: KVCacheSpec) -> KVCacheSpec:
+    """Return the cache in which flashinfer has K and V of `spec`, which `why_not` lets it serve."""
+    return KVCacheSpec(tuple(map(_stored, spec.layers)), spec.dtype)
+
+
+def _stored(layer: LayerSpec) -> LayerSpec:
+    if layer.is_latent:
+        value = layer.value_head_dim
+        rope = -(-(layer.key_head_dim - value) // ROPE_MULTIPLE) * ROPE_MULTIPLE
+        return LayerSpec(1, value + rope, value, is_latent=True)
+    widest = max(layer.key_head_dim, layer.value_head_dim)
+    dim = next(dim for dim in HEAD_DIMS if dim >= widest)
+    return LayerSpec(layer.num_kv_heads, dim, dim)
+
+
+def _latent_heads(num_heads: int) -> int:
+    """Return how many heads the kernel is given. It cuts tokens and heads into tiles of 64 or 128,
+    and refuses plans in which a token's heads would be cut apart.
+    """
+    return 1 << (num_heads - 1).bit_length()
 
 
 def workspace_bytes(calls: Sequence[AttentionCall], num_sizes: int) -> int:
@@ -74,27 +140,13 @@ def have_kernels(
     """
     place = device.torch_device
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=place)
+    bounds, one = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     indices = torch.zeros(1, dtype=torch.int32, device=place)
-    bounds, last = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    rows, dtypes = _Rows(bounds, bounds, indices, one, one), (query_dtype, spec.dtype)
     kinds = dict.fromkeys(_kinds(spec, calls, max_model_len))
     steps = [(kind, is_decode) for kind in kinds for is_decode in (True, False)]
     for kind, is_decode in stage(steps, "Compiling attention kernels", "kernel"):
-        settings = _settings(kind, query_dtype, spec.dtype)
-        if is_decode:
-            _decode_wrapper(flashinfer, workspace, kind).plan(
-                indptr=bounds, indices=indices, last_page_len=last, page_size=1, **settings
-            )
-        else:
-            settings["head_dim_qk"] = settings.pop("head_dim")
-            _prefill_wrapper(flashinfer, workspace).plan(
-                qo_indptr=bounds,
-                paged_kv_indptr=bounds,
-                paged_kv_indices=indices,
-                paged_kv_last_page_len=last,
-                page_size=1,
-                causal=True,
-                **settings,
-            )
+        _make_wrapper(flashinfer, workspace, kind, dtypes, is_decode).plan(rows, 1)
     device.record().wait()
 
 
@@ -115,38 +167,31 @@ class FlashInferAttention(DeviceAttention):
         arrays: Sections[Tensor],
     ) -> None:
         """`flashinfer` is the module; `arrays` is where all plans of all steps will be staged."""
-        self.cache = PagedCache(spec, limits, device.torch_device, keep_finite=False)
+        self.cache = PagedCache(stored_spec(spec), limits, device.torch_device, keep_finite=False)
         self._device = device
         self._limits = limits
         self._arrays = arrays
         self._guard: Event | None = None
-        self._dtypes = query_dtype, spec.dtype
         self._kinds = _kinds(spec, calls, max_model_len)
+        self._value_dims = [layer.value_head_dim for layer in spec.layers]
+        sinks = [call.options.sinks for call in calls]
+        self._sinks = [None if own is None else own.float().contiguous() for own in sinks]
+        dtypes = query_dtype, spec.dtype
         # one for all: they are used one after another, on one stream
-        self._workspace = torch.zeros(
-            WORKSPACE_BYTES, dtype=torch.uint8, device=device.torch_device
-        )
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device.torch_device)
         kinds = list(dict.fromkeys(self._kinds))
-        self._prefill = {kind: _prefill_wrapper(flashinfer, self._workspace) for kind in kinds}
+
+        def make(is_decode: bool, graph: _Rows | None = None) -> dict[LayerKind, _Wrapper]:
+            return {
+                kind: _make_wrapper(flashinfer, workspace, kind, dtypes, is_decode, graph)
+                for kind in kinds
+            }
+
+        self._prefill = make(is_decode=False)
         # by captured size; 0 is for any number of rows, without a graph
-        self._decode = {
-            0: {kind: _decode_wrapper(flashinfer, self._workspace, kind) for kind in kinds},
-            **{
-                size: {
-                    kind: _decode_wrapper(
-                        flashinfer,
-                        self._workspace,
-                        kind,
-                        use_cuda_graph=True,
-                        paged_kv_indptr_buffer=arrays.kv_indptr[: size + 1],
-                        paged_kv_indices_buffer=arrays.kv_indices,
-                        paged_kv_last_page_len_buffer=arrays.last_page_len[:size],
-                    )
-                    for kind in kinds
-                }
-                for size in capture_sizes
-            },
-        }
+        self._decode = {0: make(is_decode=True)}
+        for size in capture_sizes:
+            self._decode[size] = make(is_decode=True, graph=_decodes(arrays, size))
 
     def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> DeviceStep:
         # A wrapper has one pinned buffer, and the copy from it may still wait behind the last step.
@@ -155,40 +200,40 @@ class FlashInferAttention(DeviceAttention):
         size = plan.num_padded_rows if plan.is_decode else plan.num_decodes
         captured = plan.is_decode and size in self._decode
         decode = self._decode[size if captured else 0]
-        for kind in self._prefill:
-            if size:
-                self._plan_decode(decode[kind], kind, plan, size)
-            if not plan.is_decode:
-                self._plan_prefill(self._prefill[kind], kind, plan)
+        page_size = self._limits.page_size
+        if size:
+            rows = self._decode_rows(plan, size)
+            for wrapper in decode.values():
+                wrapper.plan(rows, page_size)
+        if not plan.is_decode:
+            rows = self._prompt_rows(plan)
+            for wrapper in self._prefill.values():
+                wrapper.plan(rows, page_size)
         self._guard = self._device.record()
         return _PlannedStep(self, decode, size, plan)
 
-    def _plan_decode(self, wrapper: Any, kind: LayerKind, plan: StepPlan, size: int) -> None:
-        # lengths from the host, page indices on the device: anything else would wait for the device
+    # Lengths from the host, page indices on the device: anything else would wait for the device.
+
+    def _decode_rows(self, plan: StepPlan, size: int) -> "_Rows":
+        indices = self._arrays.kv_indices[: plan.num_decode_page_entries]
         host = plan.host
-        wrapper.plan(
-            indptr=torch.from_numpy(host.kv_indptr[: size + 1]),
-            indices=self._arrays.kv_indices[: plan.num_decode_page_entries],
-            last_page_len=torch.from_numpy(host.last_page_len[:size]),
-            page_size=self._limits.page_size,
-            **_settings(kind, *self._dtypes),
+        return _Rows(
+            torch.from_numpy(host.qo_indptr[: size + 1]),
+            torch.from_numpy(host.kv_indptr[: size + 1]),
+            indices,
+            torch.from_numpy(host.last_page_len[:size]),
+            torch.from_numpy(host.seq_lens[:size]),
         )
 
-    def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: StepPlan) -> None:
+    def _prompt_rows(self, plan: StepPlan) -> "_Rows":
         host, first = plan.host, plan.num_decodes
-        settings = _settings(kind, *self._dtypes)
-        settings["head_dim_qk"] = settings.pop("head_dim")
         num_prefills = plan.num_rows - first
-        wrapper.plan(
-            qo_indptr=torch.from_numpy(host.prefill_qo_indptr[: num_prefills + 1]),
-            paged_kv_indptr=torch.from_numpy(host.prefill_kv_indptr[: num_prefills + 1]),
-            paged_kv_indices=self._arrays.kv_indices[
-                plan.num_decode_page_entries : plan.num_page_entries
-            ],
-            paged_kv_last_page_len=torch.from_numpy(host.last_page_len[first : plan.num_rows]),
-            page_size=self._limits.page_size,
-            causal=True,
-            **settings,
+        return _Rows(
+            torch.from_numpy(host.prefill_qo_indptr[: num_prefills + 1]),
+            torch.from_numpy(host.prefill_kv_indptr[: num_prefills + 1]),
+            self._arrays.kv_indices[plan.num_decode_page_entries : plan.num_page_entries],
+            torch.from_numpy(host.last_page_len[first : plan.num_rows]),
+            torch.from_numpy(host.seq_lens[first : plan.num_rows]),
         )
 
 
@@ -196,51 +241,257 @@ class _PlannedStep(DeviceStep):
     def __init__(
         self,
         owner: FlashInferAttention,
-        decode: dict[LayerKind, Any],
+        decode: "dict[LayerKind, _Wrapper]",
         num_decodes: int,
         plan: StepPlan,
     ) -> None:
         super().__init__(owner.cache, plan, owner._arrays)
         self._prefill, self._decode = owner._prefill, decode
-        self._kinds = owner._kinds
+        self._kinds, self._sinks = owner._kinds, owner._sinks
+        self._value_dims = owner._value_dims
         self._num_decodes = num_decodes
 
     def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         """Compute attention as planned; the arguments were known then."""
-        size, kind = self._num_decodes, self._kinds[layer]
+        size, kind, sinks = self._num_decodes, self._kinds[layer], self._sinks[layer]
         cache = self.cache.keys[layer], self.cache.values[layer]
+        num_heads, value_dim = query.shape[1], self._value_dims[layer]
+        more_heads, more_dims = kind.num_heads - num_heads, cache[0].shape[3] - query.shape[2]
         query = query.contiguous()
-        out = torch.empty_like(query)
+        if more_heads or more_dims:
+            query = F.pad(query, (0, more_dims, 0, more_heads))
+        out = query.new_empty(*query.shape[:2], kind.head_dim)
         if size:
-            self._decode[kind].run(query[:size], cache, out=out[:size])
+            self._decode[kind].run(query[:size], cache, sinks, out[:size])
         if size < self.num_tokens:
-            self._prefill[kind].run(query[size:], cache, out=out[size:])
-        return out
+            self._prefill[kind].run(query[size:], cache, sinks, out[size:])
+        return out[:, :num_heads, :value_dim].contiguous()
 
 
-def _decode_wrapper(flashinfer: Any, workspace: Tensor, kind: LayerKind, **graph: Any) -> Any:
-    group = kind.num_heads // kind.num_kv_heads
-    return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        workspace, kv_layout="NHD", use_tensor_cores=group >= TENSOR_CORE_GROUP, **graph
+# Wrappers of flashinfer, behind one call to plan and one to run.
+
+
+class _Rows(NamedTuple):
+    """The rows that a plan is for, B of them: int32, on the host but for `kv_indices`. Of a
+    captured size, where on the device they are staged.
+    """
+
+    qo_indptr: Tensor  # B + 1
+    kv_indptr: Tensor  # B + 1
+    kv_indices: Tensor  # pages
+    last_page_len: Tensor  # B
+    seq_lens: Tensor  # B
+
+
+def _decodes(arrays: Sections[Tensor], size: int) -> _Rows:
+    return _Rows(
+        arrays.qo_indptr[: size + 1],
+        arrays.kv_indptr[: size + 1],
+        arrays.kv_indices,
+        arrays.last_page_len[:size],
+        arrays.seq_lens[:size],
     )
 
 
-def _prefill_wrapper(flashinfer: Any, workspace: Tensor) -> Any:
-    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="NHD", backend="fa2")
+class _Wrapper(Protocol):
+    def plan(self, rows: _Rows, page_size: int) -> None: ...
+
+    def run(
+        self, query: Tensor, cache: tuple[Tensor, Tensor], sinks: Tensor | None, out: Tensor
+    ) -> None: ...
 
 
-def _settings(kind: LayerKind, query_dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, Any]:
-    """Return what a plan is told of layers of one kind."""
+def _make_wrapper(
+    flashinfer: Any,
+    workspace: Tensor,
+    kind: LayerKind,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    is_decode: bool,
+    graph: _Rows | None = None,
+) -> _Wrapper:
+    """Return what plans and runs layers of a `kind`, whose queries and cache have these `dtypes`.
+    `graph`: of the size that is captured with it.
+    """
+    if kind.rope_dim is not None:
+        return _Latents(flashinfer, workspace, kind, kind.rope_dim, dtypes, graph)
+    if is_decode and not kind.has_sinks:
+        return _Decodes(flashinfer, workspace, kind, dtypes, graph)
+    return _Prompts(flashinfer, workspace, kind, dtypes, graph)
+
+
+class _Decodes:
+    """Rows of one token each."""
+
+    def __init__(
+        self,
+        flashinfer: Any,
+        workspace: Tensor,
+        kind: LayerKind,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        graph: _Rows | None,
+    ) -> None:
+        buffers: dict[str, Any] = {}
+        if graph is not None:
+            buffers = {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": graph.kv_indptr,
+                "paged_kv_indices_buffer": graph.kv_indices,
+                "paged_kv_last_page_len_buffer": graph.last_page_len,
+            }
+        group = kind.num_heads // kind.num_kv_heads
+        self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, kv_layout="NHD", use_tensor_cores=group >= TENSOR_CORE_GROUP, **buffers
+        )
+        self._settings = _settings(kind, dtypes) | {"head_dim": kind.head_dim}
+
+    def plan(self, rows: _Rows, page_size: int) -> None:
+        self._wrapper.plan(
+            indptr=rows.kv_indptr,
+            indices=rows.kv_indices,
+            last_page_len=rows.last_page_len,
+            page_size=page_size,
+            **self._settings,
+        )
+
+    def run(
+        self, query: Tensor, cache: tuple[Tensor, Tensor], sinks: Tensor | None, out: Tensor
+    ) -> None:
+        self._wrapper.run(query, cache, out=out)
+
+
+class _Prompts:
+    """Rows of any number of tokens. With sinks, decodes as well: their kernel is a variant of this
+    one, of flashinfer's own, which gives each head a logit that carries no value.
+    """
+
+    def __init__(
+        self,
+        flashinfer: Any,
+        workspace: Tensor,
+        kind: LayerKind,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        graph: _Rows | None,
+    ) -> None:
+        more: dict[str, Any] = {}
+        if graph is not None:
+            more = {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": graph.qo_indptr,
+                "paged_kv_indptr_buf": graph.kv_indptr,
+                "paged_kv_indices_buf": graph.kv_indices,
+                "paged_kv_last_page_len_buf": graph.last_page_len,
+            }
+        if kind.has_sinks:
+            more |= _sink_variant(flashinfer, kind, dtypes)
+        self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace, kv_layout="NHD", backend="fa2", **more
+        )
+        self._scaling = kind.scaling
+        self._settings = _settings(kind, dtypes) | {"head_dim_qk": kind.head_dim, "causal": True}
+
+    def plan(self, rows: _Rows, page_size: int) -> None:
+        self._wrapper.plan(
+            qo_indptr=rows.qo_indptr,
+            paged_kv_indptr=rows.kv_indptr,
+            paged_kv_indices=rows.kv_indices,
+            paged_kv_last_page_len=rows.last_page_len,
+            page_size=page_size,
+            **self._settings,
+        )
+
+    def run(
+        self, query: Tensor, cache: tuple[Tensor, Tensor], sinks: Tensor | None, out: Tensor
+    ) -> None:
+        own = () if sinks is None else (sinks, self._scaling)
+        self._wrapper.run(query, cache, *own, out=out)
+
+
+def _sink_variant(
+    flashinfer: Any, kind: LayerKind, dtypes: tuple[torch.dtype, torch.dtype]
+) -> dict[str, Any]:
+    """Return what makes a wrapper one with sinks, as `BatchAttentionWithAttentionSinkWrapper` has
+    it; but under the name of the kernels that `flashinfer-jit-cache` brings, which, unlike that
+    wrapper's, differs for other heads and types.
+    """
+    query, kept = dtypes
+    jit, dim, has_window = flashinfer.jit.attention, kind.head_dim, kind.window_left >= 0
+    name = jit.get_batch_prefill_attention_sink_uri(
+        "fa2", query, kept, query, torch.int32, dim, dim, 0, has_window
+    )
+    arguments = [name, query, kept, query, torch.int32, dim, dim, ["sink"], ["float"]]
+    arguments += [["sm_scale"], ["double"], "AttentionSink"]
+    arguments.append(jit.variants.attention_sink_decl["fa2"])
+    return {
+        "jit_args": arguments,
+        "jit_kwargs": {
+            "use_sliding_window": has_window,
+            "paged_kv_stride_mode": "independent",
+            "module_surface": "full",
+        },
+    }
+
+
+class _Latents:
+    """Rows of any number of tokens, of layers that keep latent states."""
+
+    def __init__(
+        self,
+        flashinfer: Any,
+        workspace: Tensor,
+        kind: LayerKind,
+        rope_dim: int,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        graph: _Rows | None,
+    ) -> None:
+        buffers: dict[str, Any] = {}
+        if graph is not None:
+            buffers = {
+                "use_cuda_graph": True,
+                "qo_indptr": graph.qo_indptr,
+                "kv_indptr": graph.kv_indptr,
+                "kv_indices": graph.kv_indices,
+                "kv_len_arr": graph.seq_lens,
+            }
+        self._metadata = flashinfer.mla.MLAPlanMetadata.csr
+        self._wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(
+            workspace, backend=LATENT_BACKEND, **buffers
+        )
+        self._settings: dict[str, Any] = {
+            "num_heads": kind.num_heads,
+            "head_dim_ckv": kind.head_dim,
+            "head_dim_kpe": rope_dim,
+            "causal": True,
+            "sm_scale": kind.scaling,
+            "q_data_type": dtypes[0],
+            "kv_data_type": dtypes[1],
+        }
+        self._scales: dict[str, float] = {}
+        if dtypes[1] == torch.float8_e4m3fn:
+            self._settings["scale_mode"] = "kv-per-tensor"
+            self._scales = {"ckv_scale": 1.0, "kpe_scale": 1.0}
+
+    def plan(self, rows: _Rows, page_size: int) -> None:
+        metadata = self._metadata(rows.qo_indptr, rows.kv_indptr, rows.kv_indices, rows.seq_lens)
+        self._wrapper.plan(metadata=metadata, page_size=page_size, **self._settings)
+
+    def run(
+        self, query: Tensor, cache: tuple[Tensor, Tensor], sinks: Tensor | None, out: Tensor
+    ) -> None:
+        keys = cache[0].squeeze(2)  # of one head; values are their beginning
+        self._wrapper.run(query=query, kv_cache=keys, out=out, **self._scales)
+
+
+def _settings(kind: LayerKind, dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
+    """Return what a plan is told of layers of one kind, but for the size of heads."""
     return {
         "num_qo_heads": kind.num_heads,
         "num_kv_heads": kind.num_kv_heads,
-        "head_dim": kind.head_dim,
         "sm_scale": kind.scaling,
         "window_left": kind.window_left,
         "logits_soft_cap": kind.softcap,
         "non_blocking": True,
-        "q_data_type": query_dtype,
-        "kv_data_type": kv_dtype,
+        "q_data_type": dtypes[0],
+        "kv_data_type": dtypes[1],
     }
 
 
@@ -248,17 +499,25 @@ def _kinds(
     spec: KVCacheSpec, calls: Sequence[AttentionCall], max_model_len: int
 ) -> list[LayerKind]:
     """Return the kind of each layer."""
-    return [
-        _kind(call, layer.num_kv_heads, layer.key_head_dim, max_model_len)
-        for call, layer in zip(calls, spec.layers, strict=True)
-    ]
+    layers = map(_stored, spec.layers)
+    return [_kind(call, layer, max_model_len) for call, layer in zip(calls, layers, strict=True)]
 
 
-def _kind(call: AttentionCall, num_kv_heads: int, head_dim: int, max_model_len: int) -> LayerKind:
-    options = call.options
+def _kind(call: AttentionCall, layer: LayerSpec, max_model_len: int) -> LayerKind:
+    options, num_heads, rope_dim = call.options, call.num_heads, None
     window = options.sliding_window
     if window is None or window >= max_model_len:
         window = 0  # no request is long enough to feel it
+    if layer.is_latent:
+        num_heads = _latent_heads(num_heads)
+        rope_dim = layer.key_head_dim - layer.value_head_dim
     return LayerKind(
-        call.num_heads, num_kv_heads, head_dim, options.scaling, window - 1, options.softcap or 0.0
+        num_heads,
+        layer.num_kv_heads,
+        layer.value_head_dim,
+        options.scaling,
+        window - 1,
+        options.softcap or 0.0,
+        options.sinks is not None,
+        rope_dim,
     )

@@ -5,8 +5,9 @@ Knows the seams of `runner.fused`; knows nothing about model classes.
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from aioserve.gpu.cuda import latents
 from aioserve.gpu.cuda.attention import DeviceStep, TorchDeviceAttention
 from aioserve.gpu.cuda.plan import Layout, Limits, plan_step
 from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs, StepInputs
@@ -66,6 +67,10 @@ class CudaPlace(Place):
     ) -> None:
         self.device, self.ranks = device, ranks
         self._has_triton = has_triton
+
+    def keep_latents(self, module: nn.Module) -> int:
+        # With ranks, each would keep the states of all heads.
+        return latents.keep_latents(module) if self.ranks is None else 0
 
     def create_ops(self, spec: KVCacheSpec, row_sizes: set[int]) -> Ops:
         return TritonOps() if self._has_triton else TorchOps()

@@ -34,6 +34,7 @@ from aioserve.gpu.cuda.executor import StepExecutor, capture_sizes
 from aioserve.gpu.cuda.flashinfer_attention import (
     FlashInferAttention,
     have_kernels,
+    stored_spec,
     why_not,
     workspace_bytes,
 )
@@ -242,10 +243,12 @@ def make_executor(
     plan = plan_load(CUDA_TYPES, config, info, model, draft, ranks)
     model = plan.model
     choose_token = choose_draw(device)
-    kinds = [_Kind.of(model, plan.specs[0], device, info.max_model_len)]
-    if draft is not None:
-        kinds.append(_Kind.of(draft, plan.specs[1], device, info.max_model_len))
     limits = _limits(plan)
+    sizes_of_steps = limits.num_tokens, info.max_model_len
+    kinds = [_Kind.of(model, plan.specs[0], device, *sizes_of_steps)]
+    if draft is not None:
+        kinds.append(_Kind.of(draft, plan.specs[1], device, *sizes_of_steps))
+    plan = plan.kept_as([kind.stored for kind in kinds])
     sizes: tuple[int, ...] = ()
     if kinds[0].flashinfer is not None and not config.runner.enforce_eager:
         sizes = capture_sizes(min(limits.num_rows, limits.num_tokens))
@@ -367,17 +370,24 @@ class _Kind(NamedTuple):
     """The parts of a model's attention, and what computes it."""
 
     spec: KVCacheSpec  # in the type in which K and V are kept
+    stored: KVCacheSpec  # the same with heads as wide as they are kept
     calls: Sequence[AttentionCall]
     query_dtype: torch.dtype
     flashinfer: Any  # None: plain torch
 
     @classmethod
     def of(
-        cls, model: ServedModel | Draft, spec: KVCacheSpec, device: Device, max_model_len: int
+        cls,
+        model: ServedModel | Draft,
+        spec: KVCacheSpec,
+        device: Device,
+        num_tokens: int,
+        max_model_len: int,
     ) -> "_Kind":
         calls, dtype = model.attention_calls, model.kv_cache_spec.dtype
-        found = find_flashinfer(spec, calls, dtype, device, max_model_len)
-        return cls(spec, calls, dtype, found)
+        found = find_flashinfer(spec, calls, dtype, device, num_tokens, max_model_len)
+        stored = spec if found is None else stored_spec(spec)
+        return cls(spec, stored, calls, dtype, found)
 
     def make_attention(
         self,
@@ -491,12 +501,13 @@ def find_flashinfer(
     calls: Sequence[AttentionCall],
     query_dtype: torch.dtype,
     device: Device,
+    num_tokens: int,
     max_model_len: int,
 ) -> Any:
-    """Return the module, if it is there, serves this model and has its kernels or can compile them;
-    else None, and a log line says why.
+    """Return the module, if it is there, serves this model in steps of up to `num_tokens`, and has
+    its kernels or can compile them; else None, and a log line says why.
     """
-    if (lacking := why_not(spec, calls, query_dtype)) is not None:
+    if (lacking := why_not(spec, calls, query_dtype, num_tokens)) is not None:
         return _plain_torch(f"flashinfer does not serve {lacking}")
     try:
         import flashinfer

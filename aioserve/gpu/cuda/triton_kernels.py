@@ -67,6 +67,7 @@ def _rope_store_kernel(
     limit,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):
@@ -110,8 +111,8 @@ def _rope_store_kernel(
     x, y = tl.clamp(x, -limit, limit), tl.clamp(y, -limit, limit)
     x, y = x.to(keys.dtype.element_ty), y.to(keys.dtype.element_ty)
     is_key = (head >= num_heads) & (head < first_value)
-    key_row = keys + (slot + head - num_heads) * 2 * HALF
-    value_row = values + (slot + head - first_value) * 2 * HALF
+    key_row = keys + (slot + head - num_heads) * WIDTH
+    value_row = values + (slot + head - first_value) * WIDTH
     tl.store(key_row + at, x, mask=inside & is_key)
     tl.store(key_row + HALF + at, y, mask=inside & is_key)
     tl.store(value_row + at, x, mask=inside & is_value)
@@ -153,10 +154,11 @@ def rope_store(
     """Norm and turn of heads, K and V into the cache.
 
     `qkv` [T, (Hq + 2 Hkv) * D], whose queries change; `cos_sin` float32 [positions, D]; `keys` and
-    `values` [..., Hkv, D] contiguous, of any type; `norms` [D] for queries and keys.
+    `values` [..., Hkv, W] contiguous, of any type, of which the first D of W are written; `norms`
+    [D] for queries and keys.
     """
-    num_kv_heads, head_dim = keys.shape[-2:]
-    half = head_dim // 2
+    num_kv_heads, width = keys.shape[-2:]
+    half = cos_sin.shape[1] // 2
     grid = (len(qkv), triton.cdiv(num_heads + 2 * num_kv_heads, HEAD_BLOCK))
     query_norm, key_norm = norms or (cos_sin, cos_sin)  # not read
     _rope_store_kernel[grid](
@@ -174,6 +176,7 @@ def rope_store(
         torch.finfo(keys.dtype).max,
         HALF=half,
         HALF_BLOCK=triton.next_power_of_2(half),
+        WIDTH=width,
         HEADS=HEAD_BLOCK,
         HAS_NORMS=norms is not None,
     )

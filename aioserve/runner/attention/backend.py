@@ -141,6 +141,7 @@ class LayerSpec:
     num_kv_heads: int
     key_head_dim: int
     value_head_dim: int
+    is_latent: bool = False  # V is the beginning of K, and is kept once (latent attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +157,12 @@ class KVCacheSpec:
     @property
     def bytes_per_token(self) -> int:
         """K and V of all layers."""
-        elements = sum(
-            layer.num_kv_heads * (self.row(layer.key_head_dim) + self.row(layer.value_head_dim))
-            for layer in self.layers
-        )
+        elements = 0
+        for layer in self.layers:
+            dims = (layer.key_head_dim,)
+            if not layer.is_latent:
+                dims += (layer.value_head_dim,)
+            elements += layer.num_kv_heads * sum(map(self.row, dims))
         return elements * self.dtype.itemsize
 
     def part(self, layers: Collection[int]) -> "KVCacheSpec":

@@ -5,9 +5,11 @@ Knows module conventions of `transformers`; knows nothing about blocks or schedu
 """
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +46,32 @@ class AttentionHandler(Protocol):
         """`query` [1, Hq, T, D], `key` and `value` [1, Hkv, T, D] -> [1, T, Hq, Dv]."""
 
 
+class LatentForm(ABC):
+    """The other form of an attention module's calls, whose K and V are latent states: of one head,
+    and V the beginning of K.
+    """
+
+    @abstractmethod
+    def turn_query(self, query: Tensor) -> Tensor:
+        """Return what asks the latent states as the module's `query` asks its keys."""
+
+    @abstractmethod
+    def turn_back(self, attended: Tensor) -> Tensor:
+        """Return, of what was found in latent states, what the module would have found in its
+        values.
+        """
+
+
+_latents: WeakKeyDictionary[nn.Module, LatentForm] = WeakKeyDictionary()
+
+
+def attend_in_latents(module: nn.Module, form: LatentForm) -> None:
+    """Answer all attention calls of `module`, which gives latent states as K and V, in that
+    form.
+    """
+    _latents[module] = form
+
+
 _serving = threading.local()
 
 
@@ -67,9 +95,11 @@ def _dispatch(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    return _serving.handler(
-        module, query, key, value, attention_mask=attention_mask, **kwargs
-    ), None
+    form = _latents.get(module)
+    if form is not None:
+        query = form.turn_query(query)
+    attended = _serving.handler(module, query, key, value, attention_mask=attention_mask, **kwargs)
+    return (attended if form is None else form.turn_back(attended)), None
 
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, _dispatch)
@@ -195,11 +225,12 @@ class AttentionProbe:
             raise UnsupportedModelError("its attention looks at something other than the tokens")
         self.queries.append(query)
         call = AttentionCall(query.shape[1], _options(query, kwargs, _chunk(module)))
-        self.sites[module] = AttentionSite(self._layer_of(key, value, call), call.options.chunk)
+        layer = self._layer_of(key, value, call, is_latent=module in _latents)
+        self.sites[module] = AttentionSite(layer, call.options.chunk)
         attended = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         return attended.transpose(1, 2).contiguous()
 
-    def _layer_of(self, key: Tensor, value: Tensor, call: AttentionCall) -> int:
+    def _layer_of(self, key: Tensor, value: Tensor, call: AttentionCall, *, is_latent: bool) -> int:
         """Return the one that holds these K and V: of an earlier module, if they are the same."""
         for layer, (own_key, own_value) in enumerate(self._states):
             if key is own_key and value is own_value:
@@ -207,7 +238,7 @@ class AttentionProbe:
                     raise UnsupportedModelError("layers that share K and V weigh them differently")
                 return layer
         self.calls.append(call)
-        self._layers.append(LayerSpec(key.shape[1], key.shape[3], value.shape[3]))
+        self._layers.append(LayerSpec(key.shape[1], key.shape[3], value.shape[3], is_latent))
         self._states.append((key, value))
         return len(self._states) - 1
 

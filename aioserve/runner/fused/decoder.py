@@ -296,6 +296,12 @@ class Place(ABC):
         """
         return MethodType(type(module).forward, module)
 
+    def keep_latents(self, module: nn.Module) -> int:
+        """Have attention modules within `module` that expand latent states attend to these states,
+        where that is faster here. Returns how many do.
+        """
+        return 0
+
     def create_row_states(
         self, spec: KVCacheSpec, num_blocks: int, block_size: int
     ) -> RowStates | None:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import cached_property
-from types import ModuleType
 from typing import Any
 
 import card_stages
@@ -52,12 +51,8 @@ class StandIn(card_stages.Card):
         torch.set_num_threads(1)
         flashinfer_attention.WORKSPACE_BYTES = 1 << 10  # which nothing here uses
         self.fake = FakeFlashInfer(self.device, None)
-        module = ModuleType("flashinfer")
-        module.__version__ = "0 (a stand-in)"  # type: ignore[attr-defined]
-        for name in ("BatchDecode", "BatchPrefill"):
-            name += "WithPagedKVCacheWrapper"
-            setattr(module, name, getattr(self.fake, name))
-        self.module = sys.modules["flashinfer"] = module
+        self.module = sys.modules["flashinfer"] = self.fake.module()
+        self.module.__version__ = "0 (a stand-in)"
 
     @cached_property
     def device(self) -> FakeDevice:
@@ -82,18 +77,21 @@ class WithoutTriton(StandIn):
 
 
 class WithoutCompiler(StandIn):
-    """The kernels of one kind, of windows in decodes, are neither there nor can be compiled."""
+    """The kernels of windows in decodes are neither there nor can be compiled."""
 
     def __init__(self) -> None:
         super().__init__()
-        plan = fake_flashinfer._Decode.plan
+        for wrapper in (fake_flashinfer._Decode, fake_flashinfer._Prefill):
+            wrapper.plan = _refusing_windows(wrapper.plan)  # type: ignore[method-assign]
 
-        def refuse(self: Any, *args: Any, window_left: int = -1, **settings: Any) -> None:
-            if window_left >= 0:
-                raise RuntimeError("Could not find nvcc and default cuda_home does not exist\n...")
-            plan(self, *args, window_left=window_left, **settings)
 
-        fake_flashinfer._Decode.plan = refuse  # type: ignore[method-assign]
+def _refusing_windows(plan: Callable[..., None]) -> Callable[..., None]:
+    def refuse(self: Any, *args: Any, window_left: int = -1, **settings: Any) -> None:
+        if window_left >= 0:
+            raise RuntimeError("Could not find nvcc and default cuda_home does not exist\n...")
+        plan(self, *args, window_left=window_left, **settings)
+
+    return refuse
 
 
 class WrongKernel(StandIn):
@@ -125,18 +123,65 @@ class SilentKernel(StandIn):
         fake_flashinfer._Decode.run = silent  # type: ignore[method-assign]
 
 
+class WithoutSinks(StandIn):
+    """Sinks take no share of what a head finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        run = fake_flashinfer._Prefill.run
+
+        def without(self: Any, q: Tensor, cache: Any, *more: Any, out: Tensor) -> Tensor:
+            if more:
+                more = (torch.full_like(more[0], -torch.inf), more[1])
+            return run(self, q, cache, *more, out=out)
+
+        fake_flashinfer._Prefill.run = without  # type: ignore[method-assign]
+
+
+class UnturnedLatents(StandIn):
+    """Latent attention leaves out what keys have besides the latent states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        run = fake_flashinfer._Latents.run
+
+        def without(self: Any, *, query: Tensor, **settings: Any) -> Tensor:
+            query = query.clone()
+            query[..., self._state["sizes"][1] :] = 0
+            return run(self, query=query, **settings)
+
+        fake_flashinfer._Latents.run = without  # type: ignore[method-assign]
+
+
+class WrongScale(StandIn):
+    """Heads that are stored wider than they are get the scale of their wider size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        settings = flashinfer_attention._settings
+
+        def wide(kind: Any, dtypes: Any) -> dict[str, Any]:
+            return settings(kind, dtypes) | {"sm_scale": kind.head_dim**-0.5}
+
+        flashinfer_attention._settings = wide
+
+
 class StalePlan(StandIn):
     """Wrappers of CUDA graphs keep the plan that they were captured with."""
 
     def __init__(self) -> None:
         super().__init__()
-        plan = fake_flashinfer._Decode.plan
+        wrappers = fake_flashinfer._Decode, fake_flashinfer._Prefill, fake_flashinfer._Latents
+        for wrapper in wrappers:
+            wrapper.plan = _planned_once(wrapper.plan)  # type: ignore[attr-defined]
 
-        def once(self: Any, *args: Any, **settings: Any) -> None:
-            if not (self._fixed_size and self._state):
-                plan(self, *args, **settings)
 
-        fake_flashinfer._Decode.plan = once  # type: ignore[method-assign]
+def _planned_once(plan: Callable[..., None]) -> Callable[..., None]:
+    def once(self: Any, *args: Any, **settings: Any) -> None:
+        if not (self._fixed_size and self._state):
+            plan(self, *args, **settings)
+
+    return once
 
 
 def _drawing(choose: Callable[[Tensor, DrawColumns], Tensor]) -> None:

@@ -47,7 +47,7 @@ def compile_all(capability: int) -> None:
             rows = dict.fromkeys(("x", "residual", "weight", "out"), kind)
             build(triton_kernels._norm_kernel, {"HAS_RESIDUAL": flag, "BLOCK": 4096}, **rows)
             build(triton_kernels._gate_kernel, {"IS_SILU": flag, "BLOCK": 1024}, x=kind, out=kind)
-            sizes = {"HALF": 64, "HALF_BLOCK": 64, "HEADS": 8, "HAS_NORMS": flag}
+            sizes = {"HALF": 64, "HALF_BLOCK": 64, "WIDTH": 128, "HEADS": 8, "HAS_NORMS": flag}
             rows = dict.fromkeys(("qkv", "query_norm", "key_norm"), kind)
             for cache in (kind, "*fp8e4nv") if capability >= 89 else (kind,):
                 build(triton_kernels._rope_store_kernel, sizes, keys=cache, values=cache, **rows)

@@ -5,7 +5,6 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -137,7 +136,7 @@ def test_attention_falls_back_and_says_why(
 ) -> None:
     build(settings(model_path("llama")), FakeDevice())
     assert "plain torch, without CUDA graphs" in caplog.text
-    assert "flashinfer does not serve head sizes 16 and 16 of keys and values" in caplog.text
+    assert "flashinfer does not serve float32 queries" in caplog.text
 
 
 def test_a_missing_flashinfer_names_the_line_that_installs_it(
@@ -149,14 +148,6 @@ def test_a_missing_flashinfer_names_the_line_that_installs_it(
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     build(settings(model_path("llama")), FakeDevice())
     assert "pip install flashinfer-python accelerate" in caplog.text
-
-
-def stand_in(fake: FakeFlashInfer) -> ModuleType:
-    module = ModuleType("flashinfer")
-    module.BatchDecodeWithPagedKVCacheWrapper = fake.BatchDecodeWithPagedKVCacheWrapper  # type: ignore[attr-defined]
-    module.BatchPrefillWithPagedKVCacheWrapper = fake.BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
-    module.__version__ = "0.7.2"  # type: ignore[attr-defined]
-    return module
 
 
 @pytest.mark.parametrize("kernels", ["BatchDecode", "BatchPrefill"])
@@ -175,7 +166,7 @@ def test_without_a_compiler_for_flashinfers_kernels_attention_falls_back_and_say
 
     monkeypatch.setattr(loading, "why_not", lambda *_: None)
     device = FakeDevice()
-    module = stand_in(FakeFlashInfer(device, None))
+    module = FakeFlashInfer(device, None).module()
     setattr(module, f"{kernels}WithPagedKVCacheWrapper", lambda *args, **kwargs: NoCompiler())
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     executor = build(settings(model_path("llama")), device)
@@ -199,7 +190,7 @@ def test_with_flashinfer_decodes_are_captured_unless_that_is_switched_off(
     for enforce_eager in (False, True):
         device = FakeDevice()
         fake = FakeFlashInfer(device, None)
-        monkeypatch.setitem(sys.modules, "flashinfer", stand_in(fake))
+        monkeypatch.setitem(sys.modules, "flashinfer", fake.module())
         executor = build(settings(model_path("llama"), enforce_eager=enforce_eager), device)
         assert generate(executor, prompt, 6) == generate_reference("llama", prompt, 6)
         assert (fake.num_captured_plans > 4) is not enforce_eager
@@ -224,16 +215,17 @@ def test_flashinfer_is_not_asked_for_what_it_lacks() -> None:
         spec = KVCacheSpec((LayerSpec(2, key, value),), dtype)
         return why_not(spec, [AttentionCall(4, AttentionOptions(0.1, **options))], dtype)
 
-    for head_dim in (64, 128, 256):
+    for head_dim in (64, 80, 96, 112, 128, 256):
         assert ask(head_dim, head_dim, torch.bfloat16) is None
+    assert ask(192, 128, torch.bfloat16) is None
     assert (
-        ask(96, 96, torch.bfloat16)
-        == "head sizes 96 and 96 of keys and values (it has (64, 128, 256))"
+        ask(512, 512, torch.bfloat16)
+        == "head sizes 512 and 512 of keys and values (its kernels have (64, 128, 256))"
     )
-    assert ask(128, 64, torch.bfloat16) is not None
     assert ask(128, 128, torch.float32) == "float32 queries"
-    assert ask(128, 128, torch.float16, sinks=torch.zeros(4)) == "attention sinks"
-    assert ask(128, 128, torch.float16, chunk=64) == "attention in chunks"
+    assert ask(64, 64, torch.float16, sinks=torch.zeros(4)) is None
+    chunks = "attention in chunks, for which it has no kernel"
+    assert ask(128, 128, torch.float16, chunk=64) == chunks
 
 
 def test_captured_sizes_end_with_the_most_rows_that_there_can_be() -> None:
