@@ -29,12 +29,14 @@ from aioserve.gpu.cuda.plan import Layout, StepPlan, plan_padding, plan_step
 from aioserve.gpu.cuda.sampler import (
     DeviceMasks,
     DeviceSampler,
+    PooledPlan,
     PromptPlan,
     SamplePlan,
+    plan_pooled,
     plan_prompts,
     read_result,
 )
-from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
+from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.params import SamplingParams
 from aioserve.runner import interface
 from aioserve.runner.adapters import AdapterSites, TokenAdapters
@@ -42,7 +44,12 @@ from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInp
 from aioserve.runner.batch.drafter import Drafter
 from aioserve.runner.batch.input_batch import BatchPart, InputBatch
 from aioserve.runner.batch.masks import Standing
-from aioserve.runner.batch.prompt_rows import PromptRows, WantedLogprobs
+from aioserve.runner.batch.prompt_rows import (
+    PooledRows,
+    PromptRows,
+    WantedLogprobs,
+    WantedStates,
+)
 from aioserve.runner.batch.rescue import StepRescue, merge_outputs
 from aioserve.runner.interface import RunnerInfo, failed_requests
 from aioserve.runner.load_plan import BatchParts
@@ -145,6 +152,7 @@ class Asked:
     """Parts of the inputs of a step that most steps do not have."""
 
     prompts: PromptPlan | None
+    pooled: PooledPlan | None
     adapters: Sequence[TokenAdapters]  # of the T, of the S, of the pieces of `prompts`; or none
 
 
@@ -161,6 +169,8 @@ class LaunchedStep:
     failed: dict[str, str]
     prompts: PromptPlan | None
     prompt_words: HostBuffer | None  # of `prompts`
+    pooled: PooledPlan | None
+    pooled_words: HostBuffer | None  # of `pooled`
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +189,7 @@ def make_output(
     failed: dict[int, str],
     logprobs: dict[int, TokenLogprobs],
     of_prompts: dict[str, list[TokenLogprobs]],
+    pooled: dict[str, Vector],
     guesses: dict[str, list[int]],
 ) -> ModelRunnerOutput:
     """Return the output of a step that was read. `kept`: by row. `failed` and `logprobs`: by place
@@ -193,7 +204,7 @@ def make_output(
         entries = by_request.setdefault(req_ids[rows[place]], [])
         if len(entries) < len(kept[rows[place]]):
             entries.append(entry)
-    return ModelRunnerOutput(req_ids, kept, by_request, guesses, step.failed, of_prompts)
+    return ModelRunnerOutput(req_ids, kept, by_request, guesses, step.failed, of_prompts, pooled)
 
 
 # One step after another on a device: plan, stage, launch; and, later, read. `launch` needs no
@@ -218,12 +229,14 @@ class StepExecutor:
         arena: Tensor,
         parts: BatchParts,
         *,
+        hidden_size: int = 0,
         adapter_room: int = 0,
         ranks: "Ranks | None" = None,
     ) -> None:
         """`sampler`: for the limits of `layout`, whose `arena` [layout.size], int32 on the device,
-        is where steps are staged. `adapter_room`: bytes on the device that adapters may take.
-        `ranks`: of which this is one; all get the tokens that the first one samples.
+        is where steps are staged. `hidden_size`: of the model's hidden states, where prompts are to
+        become vectors of them. `adapter_room`: bytes on the device that adapters may take. `ranks`:
+        of which this is one; all get the tokens that the first one samples.
         """
         limits = layout.limits
         self._device = device
@@ -233,6 +246,7 @@ class StepExecutor:
         self.adapters = DeviceAdapters(model.adapter_sites, parts.adapters, device, adapter_room)
         self._host_blocks: DeviceBlocks | None = None
         self._drafter, self._ranks = parts.drafter, ranks
+        self._hidden_size = hidden_size
         self._unread: list[LaunchedStep] = []  # whose tokens grammars wait for
         self._rescue = StepRescue(
             self._batch, self._launch, is_possible=ranks is None, is_end=self._is_end
@@ -249,6 +263,7 @@ class StepExecutor:
             num_kv_blocks=limits.num_pages,
             pipeline_depth=2,
             parameters=frozenset(() if model.halves is None else ("prompt_logprobs",)),
+            supports_pooling=model.halves is not None and hidden_size > 0,
             max_draft_tokens=parts.max_draft_tokens,
         )
 
@@ -346,13 +361,16 @@ class StepExecutor:
         columns = self.parts.sampling.of(inputs)
         buffer = self._ring.take()
         wanted: WantedLogprobs | None = inputs.parts.get(PromptRows.name)
+        states: WantedStates | None = inputs.parts.get(PooledRows.name)
         owners: LowRankOwners | None = inputs.parts.get(AdapterRows.name)
         # graphs give no hidden states, and have no adapters
-        sizes = self._graphs.sizes if wanted is None and owners is None else ()
+        is_plain = wanted is None and states is None and owners is None
+        sizes = self._graphs.sizes if is_plain else ()
         plan = plan_step(inputs, columns, self._layout, buffer.array, sizes)
         slots = dict(zip(inputs.req_ids, inputs.rows.tolist(), strict=True))
         sampling = self._sampler.prepare(plan, step.scheduled_new_reqs, slots)
-        asked = Asked(plan_prompts(wanted, plan, self._sampler), ())
+        pooled = plan_pooled(states, plan, self._sampler, self._hidden_size)
+        asked = Asked(plan_prompts(wanted, plan, self._sampler), pooled, ())
         if owners is not None:
             asked = replace(asked, adapters=self._stage_adapters(owners, plan, asked.prompts))
         try:
@@ -371,20 +389,27 @@ class StepExecutor:
         self._read_last()
         result = self._take_result()
         self._device.fetch(result, self._sampler.out[: sampling.num_words])
-        prompts, prompt_words = asked.prompts, None
-        if prompts is not None:
-            prompt_words = self._device.host_buffer(len(prompts.found))
-            self._device.fetch(prompt_words, prompts.found)
+        prompt_words, pooled_words = (
+            None if each is None else self._fetch(each.found)
+            for each in (asked.prompts, asked.pooled)
+        )
         failed = self._batch.failures(inputs)
         event = self._device.record()
         step_away = LaunchedStep(
-            plan, sampling, event, result, began, standing, failed, prompts, prompt_words
+            *(plan, sampling, event, result, began, standing, failed),
+            *(asked.prompts, prompt_words, asked.pooled, pooled_words),
         )
         if self._drafter is None:
             self._batch.append_unknown(inputs)
             if standing:
                 self._unread.append(step_away)
         return step_away
+
+    def _fetch(self, found: Tensor) -> HostBuffer:
+        """Return where `found` may be read once the step is over."""
+        words = self._device.host_buffer(len(found))
+        self._device.fetch(words, found)
+        return words
 
     def _take_result(self) -> HostBuffer:
         """Return where a result may be read; a step in parts has several."""
@@ -456,28 +481,27 @@ class StepExecutor:
             token_ids, logprobs, failed = read_result(
                 words, step.sampling, self._sampler.vocab_size
             )
-            of_prompts = {}
+            of_prompts, pooled = {}, dict[str, Vector]()
             if step.prompts is not None and step.prompt_words is not None:
                 of_prompts = step.prompts.read(step.prompt_words.array)
+            if step.pooled is not None and step.pooled_words is not None:
+                pooled = step.pooled.read(step.pooled_words.array, step.failed)
         finally:
             self._free_results.append(step.result)
         if self._drafter is None:
             kept: list[list[int]] = [[] for _ in step.plan.inputs.req_ids]
             for row, token_id in zip(step.plan.sampled.tolist(), token_ids, strict=True):
                 kept[row].append(token_id)
-            return make_output(step, kept, failed, logprobs, of_prompts, {})
-        return self._finish_read(self._drafter, step, token_ids, failed, logprobs, of_prompts)
+            return make_output(step, kept, failed, logprobs, of_prompts, pooled, {})
+        kept, guesses = self._verify(self._drafter, step, token_ids)
+        return make_output(step, kept, failed, logprobs, of_prompts, pooled, guesses)
 
-    def _finish_read(
-        self,
-        drafter: Drafter,
-        step: LaunchedStep,
-        token_ids: list[int],
-        failed: dict[int, str],
-        logprobs: dict[int, TokenLogprobs],
-        of_prompts: dict[str, list[TokenLogprobs]],
-    ) -> ModelRunnerOutput:
-        """Return what a step amounts to whose drafts are verified, and what to guess next."""
+    def _verify(
+        self, drafter: Drafter, step: LaunchedStep, token_ids: list[int]
+    ) -> tuple[list[list[int]], dict[str, list[int]]]:
+        """Return what is kept of the tokens of each row, whose drafts are verified, and what to
+        guess next.
+        """
         inputs = step.plan.inputs
         sampled = np.empty(len(token_ids), dtype=np.int64)
         sampled[step.plan.places] = token_ids
@@ -487,7 +511,7 @@ class StepExecutor:
         )
         guesses = self.parts.drafts.guesses(inputs, self._batch)
         step.failed.update(self._batch.failures(inputs))
-        return make_output(step, kept, failed, logprobs, of_prompts, guesses)
+        return kept, guesses
 
     def explain(self, error: Exception) -> Exception:
         """Return what an error of `launch` or `finish` means: a failed step, or the end."""
@@ -514,13 +538,16 @@ class StepExecutor:
     def _compute(self, plan: StepPlan, attention: LayerAttention, asked: Asked) -> Tensor:
         rows = self._arrays.logits_rows[: plan.num_sampling].long()
         tokens, sampling = asked.adapters[:2] or (None, None)
-        if (prompts := asked.prompts) is not None:
+        if asked.prompts is not None or asked.pooled is not None:
             everything = torch.arange(plan.num_tokens, device=rows.device)
             inputs = self._inputs(plan.num_tokens, everything, tokens, tokens)
             halves = self._model.halves
-            assert halves is not None, "`RunnerInfo.parameters`"
+            assert halves is not None, "`RunnerInfo.parameters`, `supports_pooling`"
             states = halves.hidden(inputs, attention)
-            prompts.look(halves, states[prompts.rows.long()], asked.adapters[2:])
+            if (prompts := asked.prompts) is not None:
+                prompts.look(halves, states[prompts.rows.long()], asked.adapters[2:])
+            if asked.pooled is not None:
+                asked.pooled.look(states)
             return halves.logits(states[rows], sampling)
         if tokens is not None:
             inputs = self._inputs(plan.num_tokens, rows, tokens, sampling)

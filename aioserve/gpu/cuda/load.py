@@ -252,7 +252,7 @@ def make_executor(
     sizes: tuple[int, ...] = ()
     if kinds[0].flashinfer is not None and not config.runner.enforce_eager:
         sizes = capture_sizes(min(limits.num_rows, limits.num_tokens))
-    activations = _measure(plan, kinds, limits, device, choose_token)
+    activations, hidden_size = _measure(plan, kinds, limits, device, choose_token)
     activations += workspace_bytes(kinds[0].calls, len(sizes))
     activations += sum(workspace_bytes(kind.calls, 0) for kind in kinds[1:])
     memory = _share_memory(plan, card, weights, activations, GRAPH_RESERVE if sizes else 0)
@@ -277,6 +277,7 @@ def make_executor(
         layout,
         arena,
         parts,
+        hidden_size=hidden_size,
         adapter_room=card.free - memory.total + memory.adapters,
         ranks=ranks,
     )
@@ -311,12 +312,18 @@ def _limits(plan: LoadPlan) -> Limits:
 
 def _measure(
     plan: LoadPlan, kinds: "Sequence[_Kind]", limits: Limits, device: Device, choose_token: Draw
-) -> int:
-    """Return bytes that the largest step takes on the device, but for workspaces of attention."""
+) -> tuple[int, int]:
+    """Return bytes that the largest step takes on the device, but for workspaces of attention, and
+    the size of hidden states, 0 if the model gives none.
+    """
+    hidden_size = 0
 
     def largest() -> None:
+        nonlocal hidden_size
         num_tokens, num_samples = limits.num_tokens, limits.num_samples
-        run_largest(plan.model, kinds[0].spec, device, num_tokens, num_samples, choose_token)
+        hidden_size = run_largest(
+            plan.model, kinds[0].spec, device, num_tokens, num_samples, choose_token
+        )
 
     def largest_of_drafts() -> None:
         assert plan.draft is not None
@@ -327,7 +334,7 @@ def _measure(
     activations += DeviceSampler.num_bytes(limits.num_rows, plan.info.vocab_size)
     if plan.config.cache.kv_connector != "none":
         activations += device_bytes(plan.bytes_per_token * limits.page_size)
-    return activations
+    return activations, hidden_size
 
 
 def _share_memory(
@@ -442,11 +449,13 @@ def run_largest(
     num_tokens: int,
     num_samples: int,
     choose_token: Draw,
-) -> None:
-    """The step that takes most memory, sampling included, but for attention."""
+) -> int:
+    """Run the step that takes most memory, sampling included, but for attention. Returns the size
+    of hidden states, 0 if the model gives none.
+    """
     vocab_size = run_pass(model.forward, spec, device, num_tokens, num_samples, choose_token)
     if (halves := model.halves) is None:
-        return
+        return 0
     place = device.torch_device  # every token, and the largest piece of their logits
     tokens = torch.zeros(num_tokens, dtype=torch.int64, device=place)
     attention = NoAttention(spec, place)
@@ -455,6 +464,7 @@ def run_largest(
     out = torch.zeros(size * (2 + 2 * MAX_LOGPROBS), dtype=torch.int32, device=place)
     width = min(MAX_LOGPROBS, vocab_size)
     write_logprobs(halves.logits(states[:size]), tokens[:size], width, out)
+    return states.shape[1]
 
 
 def run_pass(

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from aioserve.gpu.cuda.device import Device, StagingRing
 from aioserve.gpu.cuda.plan import Sections, StepPlan, Words
-from aioserve.outputs import TokenLogprobs
+from aioserve.outputs import TokenLogprobs, Vector
 from aioserve.params import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS, SamplingParams
 from aioserve.runner.adapters import TokenAdapters
+from aioserve.runner.attention.backend import IntArray
 from aioserve.runner.batch.masks import Masks
-from aioserve.runner.batch.prompt_rows import WantedLogprobs
+from aioserve.runner.batch.prompt_rows import WantedLogprobs, WantedStates
 from aioserve.runner.batch.sampling_columns import BAD, NO_LOGPROBS, LogitsEdits, has_penalties
 from aioserve.runner.interface import NOT_FINITE
 from aioserve.runner.served_model import Halves
@@ -457,8 +458,8 @@ def _penalty_columns(num_rows: int, params: dict[int, SamplingParams]) -> Words:
     return columns.reshape(-1).view(np.int32)
 
 
-# How likely the tokens of prompts are, on a device: staged with a step, read after it. Knows a
-# model and numbers; knows nothing about requests.
+# How likely the tokens of prompts are, and sums of their hidden states, on a device: staged with a
+# step, read after it. Knows a model and numbers; knows nothing about requests.
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,15 +502,53 @@ class PromptPlan:
         return number * (2 + 2 * self.width)
 
 
+@dataclass(frozen=True, slots=True)
+class PooledPlan:
+    """The sums of hidden states that one step adds to vectors of P prompts, at N of its T
+    tokens.
+    """
+
+    wanted: WantedStates
+    rows: Tensor  # N of the T, int32 on the device
+    found: Tensor  # int32 on the device, the bits of float32 [P, hidden]: the answer
+
+    def look(self, states: Tensor) -> None:
+        """Fill `found` from the hidden states [T, hidden]; on the device."""
+        totals = self.wanted.totals(states[self.rows.long()])
+        self.found.copy_(totals.flatten().view(torch.int32))
+
+    def read(self, words: Words, failed: dict[str, str]) -> dict[str, Vector]:
+        """Return vectors of complete prompts, from a copy of `found`; to be called in order of
+        steps.
+        """
+        totals = torch.from_numpy(words.view(np.float32).copy())
+        return self.wanted.keep(totals.view(self.wanted.num_prompts, -1), failed)
+
+
+def plan_pooled(
+    wanted: WantedStates | None, plan: StepPlan, sampler: DeviceSampler, hidden_size: int
+) -> PooledPlan | None:
+    """Stage where the states are that are wanted of the step of `plan`; None if none are."""
+    if wanted is None:
+        return None
+    rows = sampler.stage({"rows": _planned(wanted.places, plan)})["rows"]
+    return PooledPlan(wanted, rows, rows.new_empty(wanted.num_prompts * hidden_size))
+
+
+def _planned(places: IntArray, plan: StepPlan) -> Words:
+    """Return which of the T tokens of a plan these packed ones are."""
+    place_of = np.empty(len(plan.tokens), dtype=np.int32)
+    place_of[plan.tokens] = np.arange(len(plan.tokens))
+    return place_of[places]
+
+
 def plan_prompts(
     wanted: WantedLogprobs | None, plan: StepPlan, sampler: DeviceSampler
 ) -> PromptPlan | None:
     """Stage what is wanted of the step of `plan`; None if nothing is."""
     if wanted is None:
         return None
-    place_of = np.empty(len(plan.tokens), dtype=np.int32)
-    place_of[plan.tokens] = np.arange(len(plan.tokens))
-    places = place_of[wanted.places]
+    places = _planned(wanted.places, plan)
     staged = sampler.stage({"rows": places, "token_ids": wanted.token_ids.astype(np.int32)})
     width = min(max(wanted.num_logprobs, default=0), sampler.vocab_size)
     found = staged["rows"].new_empty(max(1, len(wanted.places) * (2 + 2 * width)))

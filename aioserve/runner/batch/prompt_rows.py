@@ -16,6 +16,7 @@ from aioserve.outputs import TokenLogprobs, Vector
 from aioserve.params import PoolingParams
 from aioserve.runner.attention.backend import POOLED, PROMPT_LOGPROBS, IntArray, StepInputs
 from aioserve.runner.batch.input_batch import BatchPart
+from aioserve.runner.interface import NOT_FINITE
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
 # Logits that are made at a time for prompts: 32 MiB in float32, however long the prompts are.
@@ -120,10 +121,9 @@ class _PooledPrompt:
     params: PoolingParams
     total: Tensor | None = None  # float32 [hidden], of the states so far, where all count
 
-    def add(self, states: Tensor) -> None:
-        """Add the next states of the prompt, [N, hidden]."""
-        own = states.sum(dim=0, dtype=torch.float32)
-        self.total = own if self.total is None else self.total + own
+    def add(self, total: Tensor) -> None:
+        """Add the sum of the next states of the prompt, float32 [hidden]."""
+        self.total = total if self.total is None else self.total + total
 
     def vector(self) -> Vector:
         """Return the vector for the caller; all states are there."""
@@ -146,17 +146,31 @@ class WantedStates:
     places: IntArray  # N, ascending: none of them samples
     _parts: list[tuple[_PooledPrompt, int, bool]]  # whose they are, how many, whether that is all
 
-    def keep(self, states: Tensor) -> dict[str, Vector]:
-        """Add up the states [N, hidden]; returns the vectors of complete prompts, by request.
+    @property
+    def num_prompts(self) -> int:
+        """P: how many prompts these tokens are of."""
+        return len(self._parts)
+
+    def totals(self, states: Tensor) -> Tensor:
+        """Return the sum of each prompt's own of the states [N, hidden]: float32 [P, hidden]."""
+        parts = states.split([count for _, count, _ in self._parts])
+        return torch.stack([own.sum(dim=0, dtype=torch.float32) for own in parts])
+
+    def keep(self, totals: Tensor, failed: dict[str, str]) -> dict[str, Vector]:
+        """Add up the `totals`, on the host; returns the vectors of complete prompts, by request.
+        Those that are no numbers are among what has `failed` instead.
 
         To be called in the order of the steps, whatever was dropped or set meanwhile.
         """
-        complete, begin = {}, 0
-        for prompt, count, is_last in self._parts:
-            prompt.add(states[begin : begin + count])
-            begin += count
+        complete = {}
+        for (prompt, _, is_last), total in zip(self._parts, totals, strict=True):
+            prompt.add(total)
             if is_last:
-                complete[prompt.request_id] = prompt.vector()
+                vector = prompt.vector()
+                if np.isfinite(vector).all():
+                    complete[prompt.request_id] = vector
+                else:
+                    failed[prompt.request_id] = NOT_FINITE
         return complete
 
 

@@ -21,7 +21,6 @@ from aioserve.runner.adapters import AdapterOwners, TokenAdapters
 from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs, StepInputs
 from aioserve.runner.batch.prompt_rows import WantedLogprobs, WantedStates
 from aioserve.runner.cpu.sampler import token_logprobs
-from aioserve.runner.interface import NOT_FINITE
 from aioserve.runner.served_model import Halves
 
 
@@ -31,7 +30,7 @@ class Looked:
 
     wanted: WantedLogprobs | None
     pooled: WantedStates | None
-    states: Tensor | None  # at the places of `pooled`
+    totals: Tensor | None  # of `pooled`
     found: list[TokenLogprobs] = field(default_factory=list)  # at those of `wanted`
 
     def keep(
@@ -41,12 +40,9 @@ class Looked:
         numbers are among what has `failed` instead.
         """
         told = {} if self.wanted is None else self.wanted.keep(self.found)
-        if self.pooled is None or self.states is None:
+        if self.pooled is None or self.totals is None:
             return told, {}
-        vectors = self.pooled.keep(self.states)
-        sound = {key: vector for key, vector in vectors.items() if np.isfinite(vector).all()}
-        failed |= dict.fromkeys(vectors.keys() - sound.keys(), NOT_FINITE)
-        return told, sound
+        return told, self.pooled.keep(self.totals, failed)
 
 
 def forward_and_look(
@@ -78,7 +74,7 @@ def forward_and_look(
     def logits_of(places: IntArray) -> Tensor:
         return model.logits(of(places), adapters_of(places))
 
-    looked = Looked(wanted, pooled, None if pooled is None else of(pooled.places))
+    looked = Looked(wanted, pooled, None if pooled is None else pooled.totals(of(pooled.places)))
     logits = logits_of(sampling)
     if wanted is None:
         return logits, looked
