@@ -35,7 +35,7 @@ from aioserve.gpu.cuda.device import Device
 from aioserve.gpu.cuda.flashinfer_attention import FlashInferAttention, have_kernels
 from aioserve.gpu.cuda.load import choose_draw
 from aioserve.gpu.cuda.plan import Layout, Limits, plan_padding, plan_step
-from aioserve.gpu.cuda.runner import OverlappedRunner
+from aioserve.gpu.cuda.runner import OverlappedRunner, SleepingOverlappedRunner
 from aioserve.gpu.cuda.sampler import DrawColumns, draw, lowest_kept
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import (
@@ -128,7 +128,7 @@ class Card:
 
     def runner(self, config: EngineConfig) -> OverlappedRunner:
         """Return the runner that `config` asks for."""
-        return OverlappedRunner.on_cuda(config, ModelInfo(config.model))
+        return SleepingOverlappedRunner.on_cuda(config, ModelInfo(config.model))
 
     def forbid_waiting(self, launches: Callable[[], object]) -> None:
         """Run `launches`, and have torch raise where it would wait for the card."""

@@ -7,7 +7,7 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
     # By where they compute: `runner.interface`.
     "runners": {
         "cpu ranks": "aioserve.gpu.tensor_parallel.cpu_runner:ShardedRunner",
-        "cuda": "aioserve.gpu.cuda.runner:OverlappedRunner.on_cuda",
+        "cuda": "aioserve.gpu.cuda.runner:SleepingOverlappedRunner.on_cuda",
         "cuda ranks": "aioserve.gpu.cuda.sharded_runner:ShardedOverlappedRunner",
     },
 }

@@ -225,7 +225,7 @@ class RunnerInterface(ABC):
 
     def check_sleep(self, *, frees_weights: bool) -> None:
         """Raises `ConfigError` if `sleep` is not served."""
-        raise ConfigError("sleep is served on a CPU alone (runner.device)")
+        raise ConfigError("sleep is not served by this engine's runner")
 
     async def sleep(self, *, frees_weights: bool) -> None:  # noqa: B027 - it has none
         """Give back the memory of the KV cache, or of weights and all, until `wake`. No step is
@@ -241,7 +241,7 @@ class RunnerInterface(ABC):
         """Raises `ConfigError` if `load_weights` is not served, or not for the model in directory
         `path`: it differs in more than its weights.
         """
-        raise ConfigError("reload is served on a CPU alone (runner.device)")
+        raise ConfigError("reload is not served by this engine's runner")
 
     async def load_weights(self, path: str) -> None:  # noqa: B027 - it has none
         """Load the weights of a model directory in the place of those that serve, between two

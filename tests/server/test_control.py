@@ -77,7 +77,7 @@ NO_SENSE = [
     ("sleep", {"weights": 3}, "weights"),
     ("reload", {}, "path"),
     ("reload", {"path": "a\0b"}, "NUL"),
-    ("reload", {"path": "/no/such/model"}, "reload is served on a CPU alone"),
+    ("reload", {"path": "/no/such/model"}, "reload is not served by this engine's runner"),
     ("shadow", {"policy": "fcsf"}, "unknown policy"),
     ("shadow", {"policy": "chunked_prefill", "options": {"chunk_size": 0}}, "chunk_size"),
     ("log_level", {"level": "loud"}, "level"),

@@ -350,6 +350,11 @@ class StepExecutor:
         self._host_blocks = DeviceBlocks(self._device, cache.tensors, num_bytes, computed)
         return self._host_blocks
 
+    def take_host_blocks(self, blocks: DeviceBlocks) -> None:
+        """Keep blocks outside the KV cache there, where an executor of the same model had them."""
+        blocks.attach(self._attention.cache.tensors)
+        self._host_blocks = blocks
+
     def _finish_copies(self, copied: Copied | None) -> None:
         if copied is not None and self._host_blocks is not None:
             self._host_blocks.finish(copied)
@@ -459,8 +464,16 @@ class StepExecutor:
             self.parts.grammars.catch_up(last.standing, last.result.array)
 
     def close(self) -> None:
-        """End the thread of the batch. Idempotent."""
-        self._batch.close()
+        """End the thread of the batch, and let go of all that lies on the device. Idempotent."""
+        if hasattr(self, "_batch"):
+            self._batch.close()
+            if self._host_blocks is not None:
+                self._host_blocks.detach()
+            if self._drafter is not None:
+                self._drafter.close()
+        names = "_model", "_attention", "_sampler", "_graphs", "_arena", "_arrays", "_ring"
+        for name in (*names, "_batch", "_rescue", "_drafter", "_free_results", "parts", "adapters"):
+            self.__dict__.pop(name, None)
 
     def finish(self, launched: LaunchedParts) -> ModelRunnerOutput:
         """Wait for a step and read its tokens; may be called from another thread, in order, unless
@@ -598,6 +611,11 @@ class DeviceAdapters(LoadedLowRank):
         super().__init__(sites, rows)
         self._device, self._room = device, room
         self._placed = WeakSet[Adapter]()  # while they live: unloaded ones may still have rows
+
+    def load(self, adapter_id: str, adapter: object) -> None:
+        super().load(adapter_id, adapter)
+        assert isinstance(adapter, Adapter), "made by `put`"
+        self._placed.add(adapter)  # also where it was put on before the weights were loaded again
 
     def put(self, files: interface.AdapterFiles) -> Adapter:
         """Put the adapter on, as `put_on`. Raises `ConfigError` too if there is no room."""

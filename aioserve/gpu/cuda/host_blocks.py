@@ -55,8 +55,7 @@ class DeviceBlocks(HostMemoryWorker):
         """`caches` are K and V of every layer, [num_pages, ...], each page in one piece; `computed`
         says by what. Raises `ConfigError` if there is no room for a block, or no such memory.
         """
-        sizes = sizes_of(caches)
-        self.block_bytes = sum(sizes)
+        self.block_bytes = sum(sizes_of(caches))
         self.num_slots = count_slots(num_bytes, self.block_bytes)
         self.layout = describe_layout(computed, [KeptTensors(BLOCKS, caches, 1)])
         self._device = device
@@ -75,13 +74,24 @@ class DeviceBlocks(HostMemoryWorker):
         self._stages = deque(
             _Stage(torch.empty(shape, dtype=torch.uint8, device=place)) for _ in range(2)
         )
+        self._parts: list[tuple[Tensor, slice]] = []
+        self.attach(caches)
+        num_ids = self.num_slots + len(caches[0])  # saves and loads of the largest step
+        self._ids = torch.empty(num_ids, dtype=torch.int32, device=place)
+        self._ring = StagingRing(device, num_ids)
+
+    def attach(self, caches: Sequence[Tensor]) -> None:
+        """Copy from and to these from now on, which are as those were that it was made for."""
+        sizes = sizes_of(caches)
+        assert sum(sizes) == self.block_bytes, "of the same model"
         self._parts = [
             (cache.view(torch.uint8).view(len(cache), -1), slice(end - size, end))
             for cache, size, end in zip(caches, sizes, itertools.accumulate(sizes), strict=True)
         ]
-        num_ids = self.num_slots + len(caches[0])  # saves and loads of the largest step
-        self._ids = torch.empty(num_ids, dtype=torch.int32, device=place)
-        self._ring = StagingRing(device, num_ids)
+
+    def detach(self) -> None:
+        """Let go of the caches, whose memory is freed."""
+        self._parts = []
 
     def memory(self, slot: int) -> memoryview:
         return self._slots[slot].tensor.numpy().data

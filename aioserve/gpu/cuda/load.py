@@ -5,6 +5,7 @@ Last, passes of a drafting model, which are planned, staged and launched as step
 turns with the steps of the served model, whose sampler they use.
 """
 
+import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -167,9 +168,11 @@ def load_on_cuda(
     info: ModelInfo,
     grammars: OutputCompiler | None = None,
     ranks: Ranks | None = None,
+    devices: list[Device] | None = None,
 ) -> StepExecutor:
     """Load the model, share out the memory, capture graphs. With `ranks`, the share of one of them,
-    on the current device. Raises `ConfigError`.
+    on the current device. `devices`: the one that it was loaded on before; if there is none, it
+    gets it. Raises `ConfigError`.
     """
     if info.config.activations is not None:
         raise ConfigError(
@@ -181,7 +184,10 @@ def load_on_cuda(
             f"torch {torch.__version__} cannot use the CUDA device of this machine: install a "
             "build of torch with CUDA, or set runner.device to cpu"
         )
-    device = CudaDevice()
+    devices = [] if devices is None else devices
+    if not devices:
+        devices.append(CudaDevice())
+    (device,) = devices
     card = device.card()
     check_served(config, info)
     has_triton = find_spec("triton") is not None
@@ -192,6 +198,19 @@ def load_on_cuda(
     check_weights_fit(card, config, needed if ranks is None else needed // ranks.size)
     model, draft = load_models(info, source, place)
     return make_executor(config, info, model, device, card, grammars, draft, ranks)
+
+
+def give_back_freed_memory() -> None:
+    """Free the modules of a model, which know each other, and give their memory back to the
+    card.
+    """
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def check_served(config: EngineConfig, info: ModelInfo) -> None:

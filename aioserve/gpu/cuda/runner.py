@@ -2,7 +2,8 @@
 
 So the next step is on its way before the last one's tokens are read, and the thread that waits for
 the device keeps no other waiting. Where tokens are guessed, one thread does both, one step after
-another. Free of torch until `load`.
+another. Last, a runner that can give a card's memory back, or change its weights. Free of torch
+until `load`.
 """
 
 import asyncio
@@ -13,9 +14,11 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
+
 from aioserve.config import EngineConfig
-from aioserve.errors import RunnerDeadError
-from aioserve.model_source.info import ModelInfo
+from aioserve.errors import ConfigError, RunnerDeadError
+from aioserve.model_source.info import ModelInfo, read_same_model
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.runner.interface import OUTPUT_COMPILERS, OutputCompiler, RunnerInfo, RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
@@ -23,7 +26,9 @@ from aioserve.support.progress import interruptible
 
 if TYPE_CHECKING:
     from aioserve.features.kv_connector import KVConnectorWorker
+    from aioserve.gpu.cuda.device import Device
     from aioserve.gpu.cuda.executor import LaunchedParts, StepExecutor
+    from aioserve.gpu.cuda.host_blocks import DeviceBlocks
     from aioserve.runner.interface import AdapterFiles
 
 logger = logging.getLogger(__name__)
@@ -49,24 +54,6 @@ class OverlappedRunner(RunnerInterface):
         self._threads: list[threading.Thread] = []
         self._is_closed = False
         self._is_unwanted = threading.Event()  # what is being loaded
-
-    @classmethod
-    def on_cuda(cls, config: EngineConfig, model_info: ModelInfo) -> "OverlappedRunner":
-        """Raises `ConfigError` if the model cannot be as long as the settings ask."""
-        model_info.check_positions()
-        grammars = None
-        if not model_info.config.skip_tokenizer_init:
-            grammars = OUTPUT_COMPILERS["llguidance"](model_info, config.structured_outputs)
-
-        def build() -> "StepExecutor":
-            from aioserve.gpu.cuda.load import load_on_cuda
-
-            # Else the thread with the GIL keeps it for 5 ms: a busy loop would hold the launching
-            # thread up for several steps of a small model (measured on a CPU: p99 halved).
-            sys.setswitchinterval(0.0005)
-            return load_on_cuda(config, model_info, grammars)
-
-        return cls(build, grammars)
 
     async def load(self) -> RunnerInfo:
         loaded = _Reply()
@@ -105,6 +92,21 @@ class OverlappedRunner(RunnerInterface):
 
     def unload_adapter(self, adapter_id: str) -> None:
         self._change(lambda executor: executor.adapters.unload(adapter_id))
+
+    def _do(self, function: Callable[[], None]) -> "asyncio.Future[Any]":
+        """Run `function` on the launching thread between two steps; the future tells what it
+        raised.
+        """
+
+        def do(_: "StepExecutor", reply: _Reply) -> None:
+            try:
+                function()
+            except Exception as error:
+                reply.send(error)
+            else:
+                reply.send(None)
+
+        return self._submit(do)
 
     def _change(self, function: "Callable[[StepExecutor], None]") -> "asyncio.Future[Any]":
         """Run `function` with the executor between two steps; the future tells when it is done."""
@@ -207,3 +209,134 @@ class _Reply:
             self.future.exception()  # a caller that died of an earlier one awaits no more
         else:
             self.future.set_result(result)
+
+
+# The model on its thread, which can give back its memory for a while, and change its weights. A
+# card has no room for two: the old weights go before the new ones are read, and are read again if
+# these cannot be.
+
+
+#: Loads a model on the card, on the launching thread.
+Make = Callable[[EngineConfig, ModelInfo], "StepExecutor"]
+
+
+class SleepingOverlappedRunner(OverlappedRunner):
+    """A runner that can give its memory back. Meanwhile it has no executor, and no step is handed
+    over.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_info: ModelInfo,
+        make: Make,
+        grammars: OutputCompiler | None = None,
+    ) -> None:
+        """`make` may raise `ConfigError`; it may be called again, for memory of the same sizes."""
+        super().__init__(lambda: make(config, model_info), grammars)
+        self._config, self._model_info, self._make = config, model_info, make
+        # What outlives an executor: it is of the model's sizes, and of none of its weights.
+        self._adapters: dict[str, Any] = {}
+        self._blocks: DeviceBlocks | None = None
+
+    @classmethod
+    def on_cuda(cls, config: EngineConfig, model_info: ModelInfo) -> "SleepingOverlappedRunner":
+        """Raises `ConfigError` if the model cannot be as long as the settings ask."""
+        model_info.check_positions()
+        grammars = None
+        if not model_info.config.skip_tokenizer_init:
+            grammars = OUTPUT_COMPILERS["llguidance"](model_info, config.structured_outputs)
+        devices: list[Device] = []  # one, whose queues serve whatever is loaded
+
+        def make(config: EngineConfig, info: ModelInfo) -> "StepExecutor":
+            from aioserve.gpu.cuda.load import load_on_cuda
+
+            # Else the thread with the GIL keeps it for 5 ms: a busy loop would hold the launching
+            # thread up for several steps of a small model (measured on a CPU: p99 halved).
+            sys.setswitchinterval(0.0005)
+            return load_on_cuda(config, info, grammars, devices=devices)
+
+        return cls(config, model_info, make, grammars)
+
+    def make_kv_worker(self, num_bytes: int) -> "KVConnectorWorker":
+        assert self._executor is not None, "load() first"
+        self._blocks = self._executor.make_host_blocks(num_bytes)
+        return self._blocks
+
+    def check_sleep(self, *, frees_weights: bool) -> None:
+        if not frees_weights:
+            raise ConfigError(
+                "on a CUDA device sleep gives back the weights with the KV cache, whose place is "
+                "known to captured graphs: ask for both (weights)"
+            )
+
+    async def sleep(self, *, frees_weights: bool) -> None:
+        await self._do(self._free)
+
+    async def wake(self) -> None:
+        if self._executor is None:
+            await self._do(lambda: self._load_again(self._model_info))
+
+    async def check_weights(self, path: str) -> None:
+        await self._read_info(path)
+
+    async def load_weights(self, path: str) -> None:
+        info = await self._read_info(path)
+        await self._do(lambda: self._load_again(info))
+
+    async def _read_info(self, path: str) -> ModelInfo:
+        known = self._model_info
+        config = msgspec.structs.replace(known.config, model=path)
+        return await asyncio.to_thread(read_same_model, config, known)
+
+    async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
+        if self._executor is None and not self._is_closed:
+            raise ConfigError("the engine is asleep: wake it first")
+        await super().load_adapter(adapter_id, files)
+
+    def unload_adapter(self, adapter_id: str) -> None:
+        self._do(lambda: self._drop_adapter(adapter_id))
+
+    # On the launching thread.
+
+    def _drop_adapter(self, adapter_id: str) -> None:
+        self._adapters.pop(adapter_id, None)
+        if self._executor is not None:
+            self._executor.adapters.unload(adapter_id)
+
+    def _free(self) -> None:
+        """Give back what the model takes of the card. Idempotent."""
+        if (executor := self._executor) is None:
+            return
+        from aioserve.gpu.cuda.load import give_back_freed_memory
+
+        cache = msgspec.structs.replace(
+            self._config.cache, kv_cache_gib=None, num_kv_blocks=executor.info.num_kv_blocks
+        )
+        self._config = msgspec.structs.replace(self._config, cache=cache)
+        self._adapters = dict(executor.adapters.loaded)
+        self._executor = None
+        executor.close()
+        give_back_freed_memory()
+
+    def _load_again(self, info: ModelInfo) -> None:
+        """Load the model of `info` with as many blocks as before: the scheduler counts on them. If
+        that cannot be, a model that was there is loaded again.
+        """
+        before = None if self._executor is None else self._model_info
+        self._free()
+        try:
+            self._executor = self._load_of(info)
+        except Exception:
+            if before is not None:
+                self._executor = self._load_of(before)
+            raise
+        self._model_info = info
+
+    def _load_of(self, info: ModelInfo) -> "StepExecutor":
+        made = self._make(msgspec.structs.replace(self._config, model=info.config), info)
+        for adapter_id, adapter in self._adapters.items():
+            made.adapters.load(adapter_id, adapter)
+        if self._blocks is not None:
+            made.take_host_blocks(self._blocks)
+        return made

@@ -8,7 +8,7 @@ from aioserve.features.spec_decode.drafts import find_draft
 from aioserve.gpu.cuda import load
 from aioserve.gpu.cuda.executor import StepExecutor
 from aioserve.gpu.cuda.fused import CudaPlace
-from aioserve.gpu.cuda.runner import OverlappedRunner
+from aioserve.gpu.cuda.runner import SleepingOverlappedRunner
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.ranks import Ranks
 from tests.runner.cuda.fake_device import FakeDevice
@@ -27,15 +27,15 @@ def make_rank(
     return load.make_executor(config, info, model, device, device.card(), grammars, ranks=ranks)
 
 
-def make_device_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRunner:
+def make_device_runner(config: EngineConfig, device: FakeDevice) -> SleepingOverlappedRunner:
     """All of `load_on_cuda` but what asks CUDA; drafts included."""
     info = ModelInfo(config.model)
     grammars = None if config.model.skip_tokenizer_init else GrammarCompiler(info)
 
-    def build() -> StepExecutor:
+    def make(config: EngineConfig, info: ModelInfo) -> StepExecutor:
         load.check_served(config, info)
         place = CudaPlace(torch.device("cpu"), has_triton=False)
         model, draft = load.load_models(info, find_draft(config, info), place)
         return load.make_executor(config, info, model, device, device.card(), grammars, draft)
 
-    return OverlappedRunner(build, grammars)
+    return SleepingOverlappedRunner(config, info, make, grammars)
