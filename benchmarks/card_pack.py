@@ -115,6 +115,9 @@ class NoDevice:
         """Return a point in a queue that has nothing in it."""
         return self
 
+    def launch(self, work: Callable[[], None]) -> None:
+        """Do nothing: there is no kernel to run."""
+
     def wait(self) -> None:
         """Return at once, as no device has work to do."""
 

@@ -306,6 +306,7 @@ KINDS = (
     Kind(32, 32, 80),  # Phi-2: the same
     Kind(128, 1, 512, rope_dim=64),  # DeepSeek-V3
     Kind(16, 1, 512, rope_dim=64),  # DeepSeek-V2-Lite
+    Kind(16, 2, 512),  # Gemma 4, layers that see everything
     Kind(20, 1, 512, rope_dim=64),  # GLM-4.7-Flash: the kernel is given 32 heads
 )
 
@@ -507,7 +508,7 @@ def graphs(card: Card) -> Iterator[Part]:
     """Replay captured attention with lengths, pages and numbers of rows far from the capture's."""
     amounts = card.amounts
     pairs = ([KINDS[0], KINDS[5]], [KINDS[8], KINDS[9]], [KINDS[1]], [KINDS[6]])
-    pairs += ([KINDS[12], KINDS[13]], [KINDS[14]], [KINDS[16]], [KINDS[18]])
+    pairs += ([KINDS[12], KINDS[13]], [KINDS[14]], [KINDS[16]], [KINDS[19]])
 
     def replayed(kinds: Sequence[Kind]) -> dict[str, Any]:
         both = Attentions(card, kinds, amounts.sizes)

@@ -11,6 +11,7 @@ it gathers pages (reads and writes them), and makes them float32 (reads, writes,
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,7 +31,7 @@ from aioserve.support.progress import stage
 
 logger = logging.getLogger(__name__)
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512)
 WORKSPACE_BYTES = 256 << 20  # what vLLM gives it
 INT_WORKSPACE_BYTES = 8 << 20  # of each wrapper, by its source
 TENSOR_CORE_GROUP = 4  # query heads per KV head from which mini-sglang decodes on tensor cores
@@ -134,9 +135,9 @@ def have_kernels(
     device: Device,
     max_model_len: int,
 ) -> None:
-    """Plan a decode and a prompt of one token for each kind of layer, so that flashinfer loads its
-    kernels, or compiles them first, which takes minutes. Raises what flashinfer raises if it
-    cannot: most often because there is no CUDA toolkit.
+    """Plan and run a decode and a prompt of one token for each kind of layer, so that flashinfer
+    loads its kernels, or compiles them first, which takes minutes. Raises what flashinfer raises if
+    it cannot, most often because there is no CUDA toolkit, or if the card cannot run one.
     """
     place = device.torch_device
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=place)
@@ -146,8 +147,25 @@ def have_kernels(
     kinds = dict.fromkeys(_kinds(spec, calls, max_model_len))
     steps = [(kind, is_decode) for kind in kinds for is_decode in (True, False)]
     for kind, is_decode in stage(steps, "Compiling attention kernels", "kernel"):
-        _make_wrapper(flashinfer, workspace, kind, dtypes, is_decode).plan(rows, 1)
+        wrapper = _make_wrapper(flashinfer, workspace, kind, dtypes, is_decode)
+        wrapper.plan(rows, 1)
+        device.launch(partial(_run_one, wrapper, kind, dtypes, place))
     device.record().wait()
+
+
+def _run_one(
+    wrapper: "_Wrapper",
+    kind: LayerKind,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    place: torch.device,
+) -> None:
+    """Run one token of a `kind` on a cache of one page of one token."""
+    key_dim = kind.head_dim + (kind.rope_dim or 0)
+    query = torch.zeros(1, kind.num_heads, key_dim, dtype=dtypes[0], device=place)
+    keys = torch.zeros(1, 1, kind.num_kv_heads, key_dim, dtype=dtypes[1], device=place)
+    sinks = torch.zeros(kind.num_heads, device=place) if kind.has_sinks else None
+    out = query.new_empty(1, kind.num_heads, kind.head_dim)
+    wrapper.run(query, (keys, torch.zeros_like(keys)), sinks, out)
 
 
 class FlashInferAttention(DeviceAttention):

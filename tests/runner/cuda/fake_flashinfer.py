@@ -61,7 +61,7 @@ class FakeFlashInfer:
         return SimpleNamespace(attention=attention)
 
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512)
 
 
 def _sink_name(backend: str, *types_and_sizes: Any) -> str:

@@ -218,7 +218,14 @@ def spec_of(layer: LayerSpec) -> KVCacheSpec:
 
 @pytest.mark.parametrize(
     ("head_dims", "stored"),
-    [((16, 16), 64), ((64, 64), 64), ((80, 80), 128), ((112, 112), 128), ((192, 128), 256)],
+    [
+        ((16, 16), 64),
+        ((64, 64), 64),
+        ((80, 80), 128),
+        ((112, 112), 128),
+        ((192, 128), 256),
+        ((320, 320), 512),
+    ],
 )
 def test_bytes_are_those_of_heads_as_they_are_stored(
     head_dims: tuple[int, int], stored: int
@@ -242,7 +249,7 @@ def test_bytes_of_latent_states_are_those_of_keys_alone() -> None:
         (LayerSpec(1, 24, 16, is_latent=True), 4, {}, 1, "latent states of 16 (its kernels have"),
         (LayerSpec(1, 576, 512, is_latent=True), 128, {}, 15_001, "at most 15000: lower sched"),
         (LayerSpec(1, 576, 512, is_latent=True), 16, {"softcap": 5.0}, 1, "for which it has no k"),
-        (LayerSpec(1, 512, 512), 2, {}, 1, "head sizes 512 and 512 of keys and values"),
+        (LayerSpec(1, 576, 512), 2, {}, 1, "head sizes 576 and 512 of keys and values"),
         (LayerSpec(1, 64, 64), 2, {"chunk": 64}, 1, "attention in chunks, for which it has no"),
     ],
 )

@@ -215,12 +215,12 @@ def test_flashinfer_is_not_asked_for_what_it_lacks() -> None:
         spec = KVCacheSpec((LayerSpec(2, key, value),), dtype)
         return why_not(spec, [AttentionCall(4, AttentionOptions(0.1, **options))], dtype)
 
-    for head_dim in (64, 80, 96, 112, 128, 256):
+    for head_dim in (64, 80, 96, 112, 128, 256, 512):
         assert ask(head_dim, head_dim, torch.bfloat16) is None
     assert ask(192, 128, torch.bfloat16) is None
     assert (
-        ask(512, 512, torch.bfloat16)
-        == "head sizes 512 and 512 of keys and values (its kernels have (64, 128, 256))"
+        ask(576, 512, torch.bfloat16)
+        == "head sizes 576 and 512 of keys and values (its kernels have (64, 128, 256, 512))"
     )
     assert ask(128, 128, torch.float32) == "float32 queries"
     assert ask(64, 64, torch.float16, sinks=torch.zeros(4)) is None

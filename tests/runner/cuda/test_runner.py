@@ -5,13 +5,16 @@ import json
 import random
 import re
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import aioserve
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
@@ -35,7 +38,7 @@ from aioserve.gpu.cuda.runner import OverlappedRunner
 from aioserve.gpu.cuda.sampler import DeviceSampler
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import RequestOutput
-from aioserve.params import SamplingParams, StructuredOutputs, ThinkingBudget
+from aioserve.params import PoolingParams, SamplingParams, StructuredOutputs, ThinkingBudget
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.load_plan import BatchParts
 from aioserve.runner.loader import load_model
@@ -43,6 +46,7 @@ from aioserve.scheduler.output import CachedRequestData, NewRequestData, Schedul
 from tests.engine.test_speculation import NGRAM, NONE, check_equal, generate
 from tests.models import VOCAB_SIZE, make_model
 from tests.runner.cuda.fake_device import FakeDevice, TooEarlyError
+from tests.runner.cuda.on_device import make_device_runner
 from tests.runner.cuda.tiny import make_executor
 from tests.slow import mostly_slow
 
@@ -203,7 +207,7 @@ async def test_a_device_is_paused_between_steps_and_does_not_sleep(
             assert snapshot is not None
             assert snapshot.steps_in_flight == []
             for refused in (engine.sleep(), engine.reload("anywhere")):
-                with pytest.raises(ConfigError, match="is not served by this engine.s runner"):
+                with pytest.raises(ConfigError, match="is not served by this engine's runner"):
                     await refused
             assert engine.state == "paused"
             await engine.resume()
@@ -550,3 +554,77 @@ def test_a_result_is_not_there_before_its_event() -> None:
     with pytest.raises(TooEarlyError):
         step.parts[0].result.array.tolist()
     assert executor.finish(step).req_ids == ["a"]
+
+
+def told_tokens(outputs: list[list[RequestOutput]]) -> list[list[int]]:
+    return [[token for output in own for token in output.token_ids] for own in outputs]
+
+
+def on_card(config: EngineConfig) -> AsyncEngine:
+    """An engine with all of the CUDA runner, on a device that may be behind."""
+    return AsyncEngine(config, runner=make_device_runner(config, FakeDevice(1, eagerness=0.5)))
+
+
+async def test_a_card_gives_its_memory_back_and_serves_again(
+    served_path: Callable[..., Path],
+) -> None:
+    config = make_config(served_path("llama"), depth=2)
+    async with on_card(config) as engine:
+        before = told_tokens(await serve(engine, seed=3))
+        with pytest.raises(ConfigError, match="sleep gives back the weights with the KV cache"):
+            await engine.sleep()
+        assert engine.state == "running"
+        runner: Any = engine.internals.runner
+        kept = [weakref.ref(cache) for cache in runner._executor._attention.cache.tensors]
+        blocks = runner._executor.info.num_kv_blocks
+        await engine.sleep(weights=True)
+        assert all(cache() is None for cache in kept)
+        await engine.wake()
+        assert runner._executor.info.num_kv_blocks == blocks
+        assert told_tokens(await serve(engine, seed=3)) == before
+
+
+async def test_a_card_serves_other_weights_and_goes_back_where_they_cannot_be_read(
+    served_path: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = served_path("llama")
+    other, damaged = (Path(shutil.copytree(path, tmp_path / name)) for name in ("other", "bad"))
+    weights = load_file(path / "model.safetensors")
+    flipped = {"lm_head.weight": weights["lm_head.weight"].flip(0).contiguous()}
+    save_file(weights | flipped, other / "model.safetensors", {"format": "pt"})
+    del weights["model.norm.weight"]
+    save_file(weights, damaged / "model.safetensors", {"format": "pt"})
+    async with on_card(make_config(path, depth=2)) as engine:
+        old = told_tokens(await serve(engine, seed=3))
+        with pytest.raises(ConfigError, match="norm"):
+            await engine.reload(str(damaged))
+        assert told_tokens(await serve(engine, seed=3)) == old
+        await engine.reload(str(other))
+        found = told_tokens(await serve(engine, seed=3))
+    async with on_card(make_config(other, depth=2)) as engine:
+        expected = told_tokens(await serve(engine, seed=3))
+    assert found == expected != old
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+async def test_vectors_of_prompts_are_those_of_the_cpu(
+    pooling: Any, served_path: Callable[..., Path]
+) -> None:
+    """Prompts longer than a step, beside requests that generate."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (1, 7, 60, 110)]
+    params = PoolingParams(pooling=pooling)
+
+    async def vectors(engine: AsyncEngine) -> list[Any]:
+        serving = asyncio.create_task(serve(engine, seed=3))
+        found = await asyncio.gather(*(engine.embed(prompt, params) for prompt in prompts))
+        await serving
+        return [output.embedding for output in found]
+
+    path = served_path("llama")
+    async with AsyncEngine(make_config(path, depth=1)) as engine:
+        expected = await vectors(engine)
+    async with on_card(make_config(path, depth=2)) as engine:
+        found = await vectors(engine)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
