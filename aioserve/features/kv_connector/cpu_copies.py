@@ -32,7 +32,11 @@ class HostCopies:
         drafter: Drafter | None,
         block_size: int,
     ) -> None:
-        of_drafter = () if drafter is None else drafter.kept
+        of_drafter: Sequence[Tensor] = ()
+        if drafter is not None:
+            of_drafter = drafter.kept
+            if drafter.noted is not None:
+                of_drafter = (*of_drafter, drafter.noted)
         self._kept = kept_tensors(backend, model, of_drafter, block_size)
         computed = [f"{model.name}, {model.kv_cache_spec.dtype}, {backend.description}"]
         if model.states is not None:

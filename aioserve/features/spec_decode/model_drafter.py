@@ -52,7 +52,7 @@ class DraftRunner(ABC):
 
     num_blocks: int  # of the KV cache, as many as the served model has
     num_slots: int  # of it, those that requests never have included
-    caches: Sequence[Tensor] = ()  # K and V of each layer, [num_blocks, ...], on a CPU
+    caches: Sequence[Tensor] = ()  # K and V of each layer, [num_blocks or more, ...]
 
     @abstractmethod
     def draw(
@@ -95,8 +95,9 @@ class ModelDrafter(Drafter):
         self._max_step_tokens = max_step_tokens
         #: Blocks whose K and V are those of their tokens. A wrong one would cost guesses, no more.
         self._is_filled = np.zeros(runner.num_blocks, dtype=np.bool_)
-        if runner.caches:  # whether a block is filled is kept with it
-            self.kept = (*runner.caches, torch.from_numpy(self._is_filled)[:, None])
+        self.kept = tuple(runner.caches)
+        if self.kept:  # whether a block is filled is kept with it
+            self.noted = torch.from_numpy(self._is_filled.view(np.uint8))[:, None]
         self._num_read = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of a row that were read
         self._stops: dict[int, frozenset[int]] = {}
         self._guessed: dict[int, list[int]] = {}  # by row, guesses that were read behind those
@@ -452,7 +453,8 @@ class HeadDrafter(ModelDrafter):
         shape, dtype = (runner.num_slots, head.state_size), head.kv_cache_spec.dtype
         self._states = torch.empty(shape, dtype=dtype, device=head.device)
         if self.kept:  # the head reads them where it goes on, or has not read a block yet
-            self.kept = (*self.kept, self._states.view(runner.num_blocks, -1))
+            num_blocks = runner.num_slots // limits["block_size"]
+            self.kept = (*self.kept, self._states.view(num_blocks, -1))
         self._own: dict[int, Tensor] = {}  # by row, the state behind its last guess
         taps.keep = self._keep
 

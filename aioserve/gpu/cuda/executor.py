@@ -325,11 +325,13 @@ class StepExecutor:
         unless there are ranks. What raises even so leaves the requests of the step in an unknown
         state, and all others as they were.
         """
-        self._batch.apply(step)
         copied = None
-        if (transfers := step.kv_connector_metadata) is not None:
-            assert self._host_blocks is not None, "there is a connector"
-            copied = self._host_blocks.transfer(transfers)
+        try:
+            if (transfers := step.kv_connector_metadata) is not None:
+                assert self._host_blocks is not None, "there is a connector"
+                copied = self._host_blocks.transfer(transfers)
+        finally:  # behind it: a drafter asks what loaded blocks hold
+            self._batch.apply(step)
         try:
             if step.total_num_scheduled_tokens:
                 parts = self._rescue.run(step)
@@ -344,16 +346,23 @@ class StepExecutor:
         """Return where blocks may be kept outside the KV cache. Before the first step. Raises
         `ConfigError`.
         """
-        cache, model = self._attention.cache, self._model
+        model = self._model
         computed = f"{model.name}, {model.kv_cache_spec.dtype}, {type(self._attention).__name__}"
         computed += f" on {self._device.card().name}"
-        self._host_blocks = DeviceBlocks(self._device, cache.tensors, num_bytes, computed)
+        noted = None if self._drafter is None else self._drafter.noted
+        self._host_blocks = DeviceBlocks(self._device, self._kept, num_bytes, computed, noted)
         return self._host_blocks
 
     def take_host_blocks(self, blocks: DeviceBlocks) -> None:
         """Keep blocks outside the KV cache there, where an executor of the same model had them."""
-        blocks.attach(self._attention.cache.tensors)
+        blocks.attach(self._kept, None if self._drafter is None else self._drafter.noted)
         self._host_blocks = blocks
+
+    @property
+    def _kept(self) -> list[Tensor]:
+        """What lies on the device of each KV block."""
+        of_drafter = () if self._drafter is None else self._drafter.kept
+        return [*self._attention.cache.tensors, *of_drafter]
 
     def _finish_copies(self, copied: Copied | None) -> None:
         if copied is not None and self._host_blocks is not None:

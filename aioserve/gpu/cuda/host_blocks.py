@@ -50,14 +50,22 @@ class DeviceBlocks(HostMemoryWorker):
     """Slots in host memory, as many as fit a number of bytes, which are taken at once."""
 
     def __init__(
-        self, device: Device, caches: Sequence[Tensor], num_bytes: int, computed: str
+        self,
+        device: Device,
+        caches: Sequence[Tensor],
+        num_bytes: int,
+        computed: str,
+        noted: Tensor | None = None,
     ) -> None:
         """`caches` are K and V of every layer, [num_pages, ...], each page in one piece; `computed`
-        says by what. Raises `ConfigError` if there is no room for a block, or no such memory.
+        says by what. `noted`: a byte for each block, which the host has, uint8 [num_pages, 1]; it
+        may only be given where no step is in flight when copies are queued. Raises `ConfigError` if
+        there is no room for a block, or no such memory.
         """
-        self.block_bytes = sum(sizes_of(caches))
+        parts = caches if noted is None else [*caches, noted]
+        self.block_bytes = sum(sizes_of(parts))
         self.num_slots = count_slots(num_bytes, self.block_bytes)
-        self.layout = describe_layout(computed, [KeptTensors(BLOCKS, caches, 1)])
+        self.layout = describe_layout(computed, [KeptTensors(BLOCKS, parts, 1)])
         self._device = device
         self._copies = device.copy_queue()
         try:
@@ -75,15 +83,16 @@ class DeviceBlocks(HostMemoryWorker):
             _Stage(torch.empty(shape, dtype=torch.uint8, device=place)) for _ in range(2)
         )
         self._parts: list[tuple[Tensor, slice]] = []
-        self.attach(caches)
+        self.attach(caches, noted)
         num_ids = self.num_slots + len(caches[0])  # saves and loads of the largest step
-        self._ids = torch.empty(num_ids, dtype=torch.int32, device=place)
-        self._ring = StagingRing(device, num_ids)
+        self._ids = torch.empty(2, num_ids, dtype=torch.int32, device=place)  # and what is noted
+        self._ring = StagingRing(device, 2 * num_ids)
 
-    def attach(self, caches: Sequence[Tensor]) -> None:
+    def attach(self, caches: Sequence[Tensor], noted: Tensor | None) -> None:
         """Copy from and to these from now on, which are as those were that it was made for."""
         sizes = sizes_of(caches)
-        assert sum(sizes) == self.block_bytes, "of the same model"
+        self._noted = noted
+        assert sum(sizes) + (noted is not None) == self.block_bytes, "of the same model"
         self._parts = [
             (cache.view(torch.uint8).view(len(cache), -1), slice(end - size, end))
             for cache, size, end in zip(caches, sizes, itertools.accumulate(sizes), strict=True)
@@ -91,7 +100,7 @@ class DeviceBlocks(HostMemoryWorker):
 
     def detach(self) -> None:
         """Let go of the caches, whose memory is freed."""
-        self._parts = []
+        self._parts, self._noted = [], None
 
     def memory(self, slot: int) -> memoryview:
         return self._slots[slot].tensor.numpy().data
@@ -102,18 +111,26 @@ class DeviceBlocks(HostMemoryWorker):
         """
         saves, loads = metadata.saves, metadata.loads
         block_ids = [block for block, _ in saves] + [block for _, block in loads]
+        count = len(block_ids)
         buffer = self._ring.take()
-        buffer.array[: len(block_ids)] = block_ids
-        self._device.stage(self._ids[: len(block_ids)], buffer)
+        buffer.array[:count] = block_ids
+        if self._noted is not None:
+            buffer.array[count : 2 * count] = self._noted[block_ids, 0].numpy()
+            for slot, block in loads:
+                self._noted[block] = self._slots[slot].tensor[-1]
+        staged = self._ids.view(-1)[: 2 * count]
+        self._device.stage(staged, buffer)
         self._ring.guard()
+        ids, notes = staged.view(2, count)
         for begin in range(0, len(saves), self._num_staged):
             pairs = saves[begin : begin + self._num_staged]
-            self._save(self._ids[begin : begin + len(pairs)], [slot for _, slot in pairs])
+            part = slice(begin, begin + len(pairs))
+            self._save(ids[part], notes[part], [slot for _, slot in pairs])
         loads_began = self._copies.record() if loads else None
         for begin in range(0, len(loads), self._num_staged):
             pairs = loads[begin : begin + self._num_staged]
             first = len(saves) + begin
-            self._load([slot for slot, _ in pairs], self._ids[first : first + len(pairs)])
+            self._load([slot for slot, _ in pairs], ids[first : first + len(pairs)])
         return Copied(self._copies.record(), len(loads), loads_began)
 
     def finish(self, copied: Copied) -> None:
@@ -125,14 +142,16 @@ class DeviceBlocks(HostMemoryWorker):
             self.num_loaded += copied.num_loads
             self.load_seconds += copied.done.since(copied.loads_began)
 
-    def _save(self, ids: Tensor, slots: list[int]) -> None:
+    def _save(self, ids: Tensor, notes: Tensor, slots: list[int]) -> None:
         stage = self._take_stage()
-        blocks = stage.blocks[: len(slots)]
+        blocks, parts, has_notes = stage.blocks[: len(slots)], self._parts, self._noted is not None
 
         def gather() -> None:
             rows = ids.long()
-            for cache, part in self._parts:
+            for cache, part in parts:
                 blocks[:, part] = cache[rows]
+            if has_notes:
+                blocks[:, -1] = notes.to(torch.uint8)
 
         if stage.copy is not None:
             self._copies.lead(stage.copy)
@@ -145,11 +164,11 @@ class DeviceBlocks(HostMemoryWorker):
 
     def _load(self, slots: list[int], ids: Tensor) -> None:
         stage = self._take_stage()
-        blocks = stage.blocks[: len(slots)]
+        blocks, parts = stage.blocks[: len(slots)], self._parts
 
         def scatter() -> None:
             rows = ids.long()
-            for cache, part in self._parts:
+            for cache, part in parts:
                 cache[rows] = blocks[:, part]
 
         if stage.step is not None:

@@ -220,11 +220,6 @@ def check_served(config: EngineConfig, info: ModelInfo) -> None:
             f"cache.num_window_blocks is {config.cache.num_window_blocks}, but on a CUDA device "
             "layers with a sliding window keep all blocks of a request: leave it out"
         )
-    if config.cache.kv_connector != "none" and config.speculation.drafts_by_model:
-        raise ConfigError(
-            f"cache.kv_connector is {config.cache.kv_connector}, but on a CUDA device what a "
-            "drafting model knows of a block is not kept: take ngram, or leave the connector out"
-        )
     if has_states(info):
         raise ConfigError(
             "layers with states (state-space, linear attention, convolutions) are not served on "
@@ -579,6 +574,7 @@ class DeviceDraftRunner(DraftRunner):
         """`arena` [layout.size], int32 on the device, is for these passes alone."""
         limits = layout.limits
         self.num_blocks = limits.num_pages
+        self.caches = attention.cache.tensors
         self.num_slots = (limits.num_pages + 1) * limits.page_size  # the dummy page included
         self._device, self._attention, self._sampler = device, attention, sampler
         self._layout, self._arena, self._arrays = layout, arena, layout.split(arena)

@@ -68,8 +68,11 @@ class Drafter(ABC):
     """
 
     length: DraftLengths
-    #: What it knows of each KV block, [num_blocks, ...]: goes where the block goes.
+    #: What it has of each KV block, [num_blocks, ...], beside the KV cache: goes where the block
+    #: goes.
     kept: Sequence[Tensor] = ()
+    #: The same, on the host: one number of a byte for each KV block, uint8 [num_blocks, 1].
+    noted: Tensor | None = None
 
     @abstractmethod
     def set(self, row: int, request: NewRequestData) -> None:
