@@ -507,8 +507,8 @@ def attention(card: Card) -> Iterator[Part]:
 def graphs(card: Card) -> Iterator[Part]:
     """Replay captured attention with lengths, pages and numbers of rows far from the capture's."""
     amounts = card.amounts
-    pairs = ([KINDS[0], KINDS[5]], [KINDS[8], KINDS[9]], [KINDS[1]], [KINDS[6]])
-    pairs += ([KINDS[12], KINDS[13]], [KINDS[14]], [KINDS[16]], [KINDS[19]])
+    together = [(0, 5), (8, 9), (1,), (6,), (12, 13), (14,), (16,), (19,)]
+    pairs = [[KINDS[number] for number in numbers] for numbers in together]
 
     def replayed(kinds: Sequence[Kind]) -> dict[str, Any]:
         both = Attentions(card, kinds, amounts.sizes)

@@ -16,29 +16,25 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "It is served with `running: abort`. A replay of requests that are kept would differ.",
     ),
     (
-        "drafting model knows of a block is not kept",
-        "It is not implemented, because no card was available to test it.",
+        "needs the compiled kernels of a CPU",
+        "A kernel is missing: the product of 16-bit or int8 activations with weights of few bits, "
+        "which exists for CPUs only.",
     ),
-    (
-        "is served on a CPU alone",
-        "It is not implemented, because no card was available to test it.",
-    ),
-    ("needs the compiled kernels of a CPU", "The kernels that compute it exist for CPUs only."),
     (
         "is a model that sees, which is served on a CPU",
-        "It is not implemented, because no card was available to test it.",
+        "No kernel is missing. It is not implemented: the image encoder, and the rows that it puts "
+        "in the place of tokens, would have to be planned, staged and launched with overlapped "
+        "steps.",
     ),
     (
         "are not served on CUDA",
-        "It is not implemented, because no card was available to test it.",
+        "Kernels are missing: causal convolutions, gated delta rules and state-space scans that "
+        "read and write slots of states, which exist for CPUs only.",
     ),
     (
         "but on a CUDA device layers with a",
-        "It is served without `--num-window-blocks`: layers with a window then keep all blocks.",
-    ),
-    (
-        "gives no hidden states to make embeddings of",
-        "It is not implemented, because no card was available to test it.",
+        "It is served without `--num-window-blocks`: layers with a window then keep all blocks. No "
+        "kernel is missing for a pool of their own, which is not implemented.",
     ),
 )
 

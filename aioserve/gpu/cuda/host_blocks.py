@@ -115,9 +115,12 @@ class DeviceBlocks(HostMemoryWorker):
         buffer = self._ring.take()
         buffer.array[:count] = block_ids
         if self._noted is not None:
-            buffer.array[count : 2 * count] = self._noted[block_ids, 0].numpy()
+            notes_of = self._noted[block_ids, 0].numpy()
+            buffer.array[count : 2 * count] = notes_of
+            saved = dict(zip((slot for _, slot in saves), notes_of.tolist(), strict=False))
             for slot, block in loads:
-                self._noted[block] = self._slots[slot].tensor[-1]
+                kept = saved[slot] if slot in saved else int(self._slots[slot].tensor[-1])
+                self._noted[block] = kept
         staged = self._ids.view(-1)[: 2 * count]
         self._device.stage(staged, buffer)
         self._ring.guard()

@@ -67,8 +67,9 @@ def _heads_of(part: Any) -> Heads | None:
     product = getattr(part, "kv_b_proj", None)
     if not hasattr(part, "expand_kv") or type(product) is not nn.Linear:
         return None
+    bias: Tensor | None = product.bias
     weight = product.weight
-    if product.bias is not None or weight.is_meta or attached(weight) is not None:
+    if bias is not None or weight.is_meta or attached(weight) is not None:
         return None
     key_size, value_size = part.qk_nope_head_dim, part.v_head_dim
     heads = weight.data.view(-1, key_size + value_size, weight.shape[1])

@@ -299,6 +299,11 @@ class SleepingOverlappedRunner(OverlappedRunner):
 
     # On the launching thread.
 
+    def _launch_step(self, executor: "StepExecutor", step: SchedulerOutput) -> "_Launched":
+        if self._executor is None:
+            return RunnerDeadError("no model could be loaded again after its weights were freed")
+        return super()._launch_step(executor, step)
+
     def _drop_adapter(self, adapter_id: str) -> None:
         self._adapters.pop(adapter_id, None)
         if self._executor is not None:

@@ -159,10 +159,10 @@ class KVCacheSpec:
         """K and V of all layers."""
         elements = 0
         for layer in self.layers:
-            dims = (layer.key_head_dim,)
+            dims = self.row(layer.key_head_dim)
             if not layer.is_latent:
-                dims += (layer.value_head_dim,)
-            elements += layer.num_kv_heads * sum(map(self.row, dims))
+                dims += self.row(layer.value_head_dim)
+            elements += layer.num_kv_heads * dims
         return elements * self.dtype.itemsize
 
     def part(self, layers: Collection[int]) -> "KVCacheSpec":

@@ -153,7 +153,8 @@ class WantedStates:
 
     def totals(self, states: Tensor) -> Tensor:
         """Return the sum of each prompt's own of the states [N, hidden]: float32 [P, hidden]."""
-        parts = states.split([count for _, count, _ in self._parts])
+        ends = np.cumsum([count for _, count, _ in self._parts])[:-1].tolist()
+        parts = torch.tensor_split(states, ends)
         return torch.stack([own.sum(dim=0, dtype=torch.float32) for own in parts])
 
     def keep(self, totals: Tensor, failed: dict[str, str]) -> dict[str, Vector]:

@@ -95,6 +95,25 @@ def test_bytes_of_a_slot_that_is_still_copied_are_nobodys() -> None:
     assert bytes(worker.memory(1)) == bytes(BLOCK_BYTES)
 
 
+def test_what_is_noted_of_a_block_goes_with_it() -> None:
+    """Also from one page to another within a step, and to files, which have the bytes of a slot."""
+    device, caches = FakeDevice(0, 0.0), make_caches()
+    noted = torch.zeros(NUM_PAGES, 1, dtype=torch.uint8)
+    worker = DeviceBlocks(device, caches, 3 * (BLOCK_BYTES + 1), "by hand", noted)
+    assert worker.block_bytes == BLOCK_BYTES + 1
+
+    def move(saves: list[tuple[int, int]], loads: list[tuple[int, int]]) -> None:
+        worker.finish(worker.transfer(KVConnectorMetadata(saves, loads)))
+
+    noted[4], noted[5] = 1, 0
+    move([(4, 0), (5, 1)], [])
+    assert (worker.memory(0)[-1], worker.memory(1)[-1]) == (1, 0)
+    noted[:] = 0
+    noted[2] = noted[3] = 1
+    move([(2, 2)], [(0, 7), (1, 3), (2, 8)])
+    assert noted[:, 0].tolist() == [0, 0, 1, 0, 0, 0, 0, 1, 1]
+
+
 def test_host_memory_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     device, caches = FakeDevice(), make_caches()
     with pytest.raises(ConfigError, match="but a block of the KV cache has 40"):

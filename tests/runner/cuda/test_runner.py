@@ -569,12 +569,12 @@ async def test_a_card_gives_its_memory_back_and_serves_again(
     served_path: Callable[..., Path],
 ) -> None:
     config = make_config(served_path("llama"), depth=2)
-    async with on_card(config) as engine:
+    runner: Any = make_device_runner(config, FakeDevice(1, eagerness=0.5))
+    async with AsyncEngine(config, runner=runner) as engine:
         before = told_tokens(await serve(engine, seed=3))
         with pytest.raises(ConfigError, match="sleep gives back the weights with the KV cache"):
             await engine.sleep()
         assert engine.state == "running"
-        runner: Any = engine.internals.runner
         kept = [weakref.ref(cache) for cache in runner._executor._attention.cache.tensors]
         blocks = runner._executor.info.num_kv_blocks
         await engine.sleep(weights=True)
