@@ -5,7 +5,7 @@ models and sizes; knows no device. Begins with the parts that the batch of a run
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -191,12 +191,6 @@ class LoadPlan:
     def num_ranks(self) -> int:
         """How many ranks share the model: 1 if it is whole here."""
         return 1 if self.ranks is None else self.ranks.size
-
-    def kept_as(self, specs: Sequence[KVCacheSpec]) -> "LoadPlan":
-        """Return the plan of a side that keeps K and V of model and draft in these shapes."""
-        pairs = zip(specs, self.specs, strict=True)
-        more = sum(own.bytes_per_token - spec.bytes_per_token for own, spec in pairs)
-        return replace(self, specs=specs, bytes_per_token=self.bytes_per_token + more)
 
     def chosen_by_first(self, choose: Callable[[], int]) -> int:
         """Return what `choose` returns; of ranks, on the first one, which alone asks for free

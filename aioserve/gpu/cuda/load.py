@@ -262,7 +262,9 @@ def make_executor(
     kinds = [_Kind.of(model, plan.specs[0], device, *sizes_of_steps)]
     if draft is not None:
         kinds.append(_Kind.of(draft, plan.specs[1], device, *sizes_of_steps))
-    plan = plan.kept_as([kind.stored for kind in kinds])
+    stored = [kind.stored for kind in kinds]
+    more = sum(s.bytes_per_token for s in stored) - sum(s.bytes_per_token for s in plan.specs)
+    plan = replace(plan, specs=stored, bytes_per_token=plan.bytes_per_token + more)
     sizes: tuple[int, ...] = ()
     if kinds[0].flashinfer is not None and not config.runner.enforce_eager:
         sizes = capture_sizes(min(limits.num_rows, limits.num_tokens))

@@ -159,10 +159,8 @@ class KVCacheSpec:
         """K and V of all layers."""
         elements = 0
         for layer in self.layers:
-            dims = self.row(layer.key_head_dim)
-            if not layer.is_latent:
-                dims += self.row(layer.value_head_dim)
-            elements += layer.num_kv_heads * dims
+            own = 0 if layer.is_latent else self.row(layer.value_head_dim)
+            elements += layer.num_kv_heads * (self.row(layer.key_head_dim) + own)
         return elements * self.dtype.itemsize
 
     def part(self, layers: Collection[int]) -> "KVCacheSpec":

@@ -5,7 +5,6 @@ Knows module conventions of `transformers`; knows nothing about blocks or schedu
 """
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -46,16 +45,14 @@ class AttentionHandler(Protocol):
         """`query` [1, Hq, T, D], `key` and `value` [1, Hkv, T, D] -> [1, T, Hq, Dv]."""
 
 
-class LatentForm(ABC):
+class LatentForm(Protocol):
     """The other form of an attention module's calls, whose K and V are latent states: of one head,
     and V the beginning of K.
     """
 
-    @abstractmethod
     def turn_query(self, query: Tensor) -> Tensor:
         """Return what asks the latent states as the module's `query` asks its keys."""
 
-    @abstractmethod
     def turn_back(self, attended: Tensor) -> Tensor:
         """Return, of what was found in latent states, what the module would have found in its
         values.
