@@ -5,6 +5,7 @@
     python benchmarks/step_costs.py blocks --against main     # or a directory: ratios, in turns
     python benchmarks/step_costs.py log [--running 64 256] [--steps 2000]
     python benchmarks/step_costs.py between 135m     # or 0.6b, 2m, or a model directory
+    python benchmarks/step_costs.py handover         # a call to a thread, and back
 
 `runner`: decodes of one to many rows, on one thread. `model`: whole steps of the embedded model.
 `batch`: the same steps with logits that are ready, so that the batch, its parts and the sampler are
@@ -29,7 +30,12 @@ stream, from the beginning of one to that of the next: *model* is the forward pa
 batch and the block tables, *sampling* the choice of tokens, *entering* the rest of the runner's
 thread; *handover* is what passes from the end of a step on that thread to the beginning of the next
 one: both changes of threads, the scheduler's update and its next plan. Values are lower quartiles,
-as others may use the machine; the share is of all but the model. The last line is JSON.
+as others may use the machine; the share is of all but the model.
+
+`handover`: the change of threads alone, by the runner's own executor and by that of Python, in
+turns: a call of nothing, awaited on uvloop. `hot`: one after the other. `cold`: after 96 MB of
+other memory, as after a step, which leaves little in the processor's caches. Lower quartiles of CPU
+time of the process. The last line is JSON.
 """
 
 import asyncio
@@ -489,6 +495,53 @@ def between(args: Args) -> dict[str, Any]:
         table.add(asyncio.run(measure_parts(path, streams, args)))
     met = all(row["share"] < GOAL for row in table.rows)
     return {"rows": table.rows, "goal": GOAL, "met": met}
+
+
+# One change of threads and back.
+
+
+async def measure_handover(is_cold: bool, rounds: int) -> dict[str, Any]:
+    """Microseconds of CPU time of a round trip, by way, and their ratio."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import numpy as np
+
+    from aioserve.runner.cpu.runner import OneThread
+
+    loop, pool, own = asyncio.get_running_loop(), ThreadPoolExecutor(1), OneThread("own")
+    ways: dict[str, Callable[[], Any]] = {
+        "pool": lambda: loop.run_in_executor(pool, int),
+        "own": lambda: own.call(loop, int),
+    }
+    others, trips = np.ones(12_000_000), 2 if is_cold else 50
+    spent: dict[str, list[float]] = defaultdict(list)
+    for number in range(rounds):
+        for way in sorted(ways, reverse=bool(number % 2)):
+            seconds = 0.0
+            for _ in range(trips):
+                if is_cold:
+                    others.sum()
+                began = time.process_time()
+                await ways[way]()
+                seconds += time.process_time() - began
+            spent[way].append(1e6 * seconds / trips)
+    pool.shutdown()
+    own.shutdown()
+    found = {way: statistics.quantiles(spent[way], n=4)[0] for way in ways}
+    kind = "cold" if is_cold else "hot"
+    return {"us of CPU time": kind, **found, "ratio": found["own"] / found["pool"]}
+
+
+@program.command("handover", rounds=100)
+def handover(args: Args) -> dict[str, Any]:
+    """A call from the event loop to a thread, and back."""
+    from uvloop import new_event_loop
+
+    table = Table({"us of CPU time": "<15", "pool": ">8.1f", "own": ">8.1f", "ratio": ">8.2f"})
+    for is_cold in (False, True):
+        with asyncio.Runner(loop_factory=new_event_loop) as loop:
+            table.add(loop.run(measure_handover(is_cold, args.rounds)))
+    return {"rows": table.rows}
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
 """The model on a thread of its own: loaded, used, put to sleep and given back there, in order.
 
-Free of torch until `load`, which imports it on that thread. Knows nothing about models.
+Free of torch until `load`, which imports it on that thread. Knows nothing about models. Last, the
+executor whose thread it is, and how results come from there to the event loop.
 """
 
 import asyncio
+import atexit
 import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
 
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class ThreadedRunner(RunnerInterface):
@@ -41,9 +48,7 @@ class ThreadedRunner(RunnerInterface):
         self._config = config
         self._model_info = model_info
         # inference mode and the number of compute threads are properties of a thread in torch
-        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="aioserve-runner"
-        )
+        self._thread: OneThread | None = OneThread("aioserve-runner")
         self._executor: StepExecutor | None = None
         self._is_unwanted = threading.Event()  # what is being loaded
         if not model_info.config.skip_tokenizer_init:
@@ -100,7 +105,7 @@ class ThreadedRunner(RunnerInterface):
             dead: asyncio.Future[T] = loop.create_future()
             dead.set_exception(RunnerDeadError("the model runner is closed"))
             return dead
-        return loop.run_in_executor(self._thread, function)
+        return self._thread.call(loop, function)
 
     # What follows runs on the runner's thread.
 
@@ -207,3 +212,138 @@ class SleepingRunner(ThreadedRunner):
     def _free(self, *, weights: bool) -> None:
         self._model.free(weights=weights)
         self._executor = self._model.executor
+
+
+# The executor of one thread. A step passes through it twice, out and back, while nothing is
+# computed: so it is a queue in C, and the result goes straight to the future on the event loop.
+
+
+class OneThread(Executor):
+    """An executor of one thread, which does one call after another, in the order in which they
+    come.
+
+    The thread starts with the first call. It ends after `shutdown`, with the executor, or when
+    Python ends; whatever it was given before is done first.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: SimpleQueue[partial[None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_shut_down = False
+        self._lock = threading.Lock()
+
+    def call(
+        self, loop: asyncio.AbstractEventLoop, function: Callable[[], T]
+    ) -> "asyncio.Future[T]":
+        """Return a future of `loop` for what `function` returns or raises. To be called on the
+        thread of the loop. A call whose future is cancelled before its turn is left out.
+
+        `loop.run_in_executor` does the same with the future of `submit` in between, whose result it
+        hands on: that takes about twice as long.
+        """
+        future: asyncio.Future[T] = loop.create_future()
+        self._put(partial(_answer, future, function))
+        return future
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        future: Future[T] = Future()
+        self._put(partial(_do, future, partial(fn, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Do as `Executor.shutdown`; with `cancel_futures` on the thread of the calls' loop."""
+        with self._lock:
+            self._is_shut_down = True
+            if cancel_futures:
+                with suppress(Empty):
+                    while (work := self._work.get_nowait()) is not None:
+                        work.args[0].cancel()
+            self._work.put(None)
+        if wait and self._thread is not None:
+            self._thread.join()
+
+    def _put(self, work: "partial[None]") -> None:
+        with self._lock:
+            if self._is_shut_down:
+                raise RuntimeError("the executor takes no calls after shutdown()")
+            if self._thread is None:
+                self._thread = self._start()
+            self._work.put(work)
+
+    def _start(self) -> threading.Thread:
+        # A daemon: Python would wait for any other before it calls `_end_threads`, which ends it.
+        # It knows the queue alone: an executor that is dropped ends its thread.
+        thread = threading.Thread(target=_do_all, args=(self._work,), name=self._name, daemon=True)
+        weakref.finalize(self, self._work.put, None).atexit = False
+        _threads[thread] = self._work
+        thread.start()
+        return thread
+
+
+#: The threads that live, and what each is given.
+_threads: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[partial[None] | None]]"
+_threads = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Let each thread do what it was given, and end it, while Python can still run them."""
+    threads = list(_threads.items())
+    for _, work in threads:
+        work.put(None)
+    for thread, _ in threads:
+        thread.join()
+
+
+def _do_all(work: "SimpleQueue[partial[None] | None]") -> None:
+    while _do_next(work):
+        pass
+
+
+def _do_next(work: "SimpleQueue[partial[None] | None]") -> bool:
+    """Return whether there was another one. Holds nothing of a call that is done."""
+    if (call := work.get()) is None:
+        return False
+    call()
+    return True
+
+
+def _do(future: "Future[T]", function: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:
+        future.set_exception(error)
+        del future  # which the traceback of its own error would keep
+    else:
+        future.set_result(result)
+
+
+def _answer(future: "asyncio.Future[T]", function: Callable[[], T]) -> None:
+    if future.cancelled():
+        return
+    try:
+        result = function()
+    except BaseException as error:
+        _tell(future, None, error)
+        del future  # which the traceback of its own error would keep
+    else:
+        _tell(future, result, None)
+
+
+def _tell(future: "asyncio.Future[Any]", result: object, error: BaseException | None) -> None:
+    with suppress(RuntimeError):  # the loop is closed: nothing waits there any more
+        future.get_loop().call_soon_threadsafe(_settle, future, result, error)
+
+
+def _settle(future: "asyncio.Future[Any]", result: object, error: BaseException | None) -> None:
+    if future.done():
+        return  # it was cancelled meanwhile
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, StopIteration):  # no future takes one, and its reader would hang
+        future.set_exception(RuntimeError(f"a call on a thread raised {error!r}"))
+    else:
+        future.set_exception(error)

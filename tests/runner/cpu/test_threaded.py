@@ -1,7 +1,9 @@
 """The runner's thread: built, used and closed there; nothing heavy is imported before."""
 
 import asyncio
+import gc
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from aioserve.errors import ConfigError, RunnerDeadError
 from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
-from aioserve.runner.cpu.runner import ThreadedRunner
+from aioserve.runner.cpu.runner import OneThread, ThreadedRunner
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.support import progress
 from tests import processes
@@ -99,3 +101,101 @@ def test_a_load_that_is_cancelled_ends_before_its_next_layer(
         logger.removeHandler(held)
         logger.level = level
     assert not [line for line in held.lines if line.startswith("Checking fused layers")]
+
+
+NAME = "aioserve-one-thread-in-a-test"
+
+
+def own_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+def told(a: int, *, b: int) -> tuple[int, int, str]:
+    return a, b, threading.current_thread().name
+
+
+async def test_calls_are_done_in_order_and_their_results_reach_the_loop() -> None:
+    executor, loop, done = OneThread(NAME), asyncio.get_running_loop(), list[int]()
+    assert own_threads() == []  # before the first call
+    calls = [executor.call(loop, lambda i=i: done.append(i)) for i in range(20)]  # type: ignore[misc]
+    submitted = executor.submit(told, 1, b=2)
+    await asyncio.gather(*calls)
+    assert done == list(range(20))
+    assert submitted.result(processes.PATIENCE) == (1, 2, NAME)
+    assert await loop.run_in_executor(executor, len, "four") == 4
+    executor.shutdown()
+    assert own_threads() == []
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        executor.call(loop, done.clear)
+
+
+async def test_what_a_call_raises_is_raised_where_it_is_awaited() -> None:
+    executor, loop = OneThread(NAME), asyncio.get_running_loop()
+    with pytest.raises(ZeroDivisionError):
+        await executor.call(loop, lambda: 1 // 0)
+    with pytest.raises(SystemExit):
+        await asyncio.wrap_future(executor.submit(raise_, SystemExit(3)))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await executor.call(loop, lambda: next(iter(())))
+    assert await executor.call(loop, lambda: 7) == 7
+    executor.shutdown()
+
+
+async def test_a_call_that_is_cancelled_before_its_turn_is_left_out() -> None:
+    executor, loop, may_go_on = OneThread(NAME), asyncio.get_running_loop(), threading.Event()
+    done: list[str] = []
+    held = executor.call(loop, lambda: may_go_on.wait(processes.PATIENCE))
+    calls = [executor.call(loop, lambda name=name: done.append(name)) for name in "abc"]  # type: ignore[misc]
+    submitted = executor.submit(done.append, "d")
+    calls[1].cancel()
+    submitted.cancel()
+    await asyncio.sleep(0)
+    held.cancel()  # it runs: its result comes to nothing
+    may_go_on.set()
+    await asyncio.gather(calls[0], calls[2])
+    assert done == ["a", "c"]
+    may_go_on.clear()
+    held = executor.call(loop, lambda: may_go_on.wait(processes.PATIENCE))
+    last = executor.call(loop, lambda: done.append("e"))
+    executor.shutdown(wait=False, cancel_futures=True)
+    may_go_on.set()
+    await asyncio.gather(held, last, return_exceptions=True)
+    await asyncio.to_thread(executor.shutdown)
+    assert last.cancelled()
+    assert done == ["a", "c"]
+
+
+def test_a_loop_that_is_closed_meanwhile_ends_no_thread() -> None:
+    executor, may_go_on = OneThread(NAME), threading.Event()
+    loop = asyncio.new_event_loop()
+    executor.call(loop, lambda: may_go_on.wait(processes.PATIENCE))
+    loop.close()
+    may_go_on.set()
+    assert executor.submit(len, "four").result(processes.PATIENCE) == 4
+    executor.shutdown()
+
+
+def test_an_executor_that_is_dropped_ends_its_thread() -> None:
+    executor = OneThread(NAME)
+    assert executor.submit(len, "four").result(processes.PATIENCE) == 4
+    [thread] = own_threads()
+    del executor
+    gc.collect()
+    thread.join(processes.PATIENCE)
+    assert not thread.is_alive()
+
+
+def test_python_ends_after_the_calls_that_were_made() -> None:
+    program = """
+import time
+from aioserve.runner.cpu.runner import OneThread
+executor = OneThread("one")
+executor.submit(time.sleep, 0.2)
+executor.submit(print, "done")
+"""
+    ended = processes.run(sys.executable, "-c", program, check=True)
+    assert ended.stdout == "done\n"
