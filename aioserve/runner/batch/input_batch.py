@@ -280,14 +280,18 @@ class InputBatch:
         req_ids = list(step.num_scheduled_tokens)
         num_reqs = len(req_ids)
         rows = np.fromiter(map(self._rows.__getitem__, req_ids), np.int64, num_reqs)
-        num_scheduled = np.fromiter(step.num_scheduled_tokens.values(), np.int64, num_reqs)
         begins = self._num_computed_tokens[rows]
-        ends = begins + num_scheduled
         # A step scheduled ahead of one that failed, or that a request sat out, is beyond the known
         # tokens: what it computes for those requests does not matter.
         num_tokens = self._num_tokens[rows]
-        sampling = np.flatnonzero((ends >= num_tokens) & (begins < num_tokens))
-        inputs = self.pack(rows, begins, ends, req_ids, sampling)
+        if step.total_num_scheduled_tokens == num_reqs:
+            sampling = np.flatnonzero(begins + 1 == num_tokens)
+            inputs = self._pack_ones(rows, begins, req_ids, sampling)
+        else:
+            counts = np.fromiter(step.num_scheduled_tokens.values(), np.int64, num_reqs)
+            ends = begins + counts
+            sampling = np.flatnonzero((ends >= num_tokens) & (begins < num_tokens))
+            inputs = self.pack(rows, begins, ends, req_ids, sampling)
         if drafts:  # a row samples after each of its drafts as well
             num_drafts = (len(drafts.get(row, ())) for row in rows[sampling].tolist())
             counts = 1 + np.fromiter(num_drafts, np.int64, len(sampling))
@@ -334,6 +338,29 @@ class InputBatch:
             block_table=self._block_table[rows, :num_columns],
             sampling=sampling,
             logits_indices=query_start_loc[1:][sampling] - 1,
+        )
+
+    def _pack_ones(
+        self, rows: IntArray, positions: IntArray, req_ids: list[str], sampling: IntArray
+    ) -> StepInputs:
+        """Return what `pack` returns of one token for each of `rows`, as in most steps."""
+        block, offset = np.divmod(positions, self._block_size)
+        ends = positions + 1
+        num_columns = -(-int(ends.max(initial=1)) // self._block_size)
+        block_table = self._block_table[rows, :num_columns]
+        places = np.arange(len(rows) + 1)
+        return StepInputs(
+            req_ids=req_ids,
+            rows=rows,
+            input_ids=self._token_ids[rows, positions].astype(np.int64),
+            positions=positions,
+            slot_mapping=block_table[places[:-1], block].astype(np.int64) * self._block_size
+            + offset,
+            query_start_loc=places,
+            seq_lens=ends,
+            block_table=block_table,
+            sampling=sampling,
+            logits_indices=sampling,
         )
 
     def num_tokens(self, rows: Sequence[int] | IntArray) -> IntArray:
