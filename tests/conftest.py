@@ -161,30 +161,32 @@ def embedded_tokenizer() -> Iterator[None]:
     What both do is the subject of tests/engine/test_byte_level.py, by other tokenizers.
     """
     from aioserve.engine import detokenizer
-    from aioserve.model_source import directory as directories
+    from aioserve.model_source import kept_tokenizer
+    from aioserve.model_source.source import ModelSource
 
-    embedded = Path(directories.__file__).parent / "embedded"
-    read, prove = directories.Directory.read_tokenizer, detokenizer.prove_token_pieces
-    tokenizers: list[Any] = []
-    proofs: list[Any] = []
+    embedded = Path(kept_tokenizer.__file__).parent / "embedded"
+    read, prove = kept_tokenizer.read_tokenizer, detokenizer.prove_token_pieces
+    tokenizers: dict[str, Any] = {}  # by the folder in which they are kept
+    proofs: dict[int, Any] = {}  # by the tokenizer that they are of
 
-    def read_once(directory: directories.Directory) -> Any:
-        if directory.path != embedded:
-            return read(directory)
-        if not tokenizers:
-            tokenizers.append(read(directory))
-        return copy.copy(tokenizers[0])  # settings may give it another chat template
+    def read_once(source: ModelSource, *, keep: bool) -> Any:
+        if source.path != embedded:
+            return read(source, keep=keep)
+        folder = os.environ["XDG_CACHE_HOME"]
+        if folder not in tokenizers:
+            tokenizers[folder] = read(source, keep=True)
+        return copy.copy(tokenizers[folder])  # settings may give it another chat template
 
     def prove_once(tokenizer: Any) -> Any:
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if not tokenizers or backend is not tokenizers[0].backend_tokenizer:
+        if all(backend is not own.backend_tokenizer for own in tokenizers.values()):
             return prove(tokenizer)
-        if not proofs:
-            proofs.append(prove(tokenizer))
-        return proofs[0]
+        if id(backend) not in proofs:
+            proofs[id(backend)] = prove(tokenizer)
+        return proofs[id(backend)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directories.Directory, "read_tokenizer", read_once)
+        patch.setattr(kept_tokenizer, "read_tokenizer", read_once)
         patch.setattr(detokenizer, "prove_token_pieces", prove_once)
         yield
 

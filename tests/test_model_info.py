@@ -157,7 +157,7 @@ def test_the_tokenizer_is_the_one_that_transformers_would_choose(
 ) -> None:
     folder = Path(shutil.copytree(EMBEDDED, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
-    tokenizer = model_info(folder, **{**config, "model_type": model_type}).tokenizer
+    tokenizer = model_info(folder, **{**config, "model_type": model_type}).source.read_tokenizer()
     chosen = AutoTokenizer.from_pretrained(folder)
     assert type(tokenizer) is type(chosen)
     assert tokenizer.init_kwargs == chosen.init_kwargs

@@ -18,6 +18,16 @@ def test_a_simulation_loads_neither_torch_nor_transformers() -> None:
     assert found & {"torch", "transformers"} == set()
 
 
+@pytest.mark.parametrize(
+    "scenario",
+    ["an embedded engine, one text prompt", "the server, one streamed chat completion"],
+)
+def test_a_later_start_loads_no_transformers(scenario: str) -> None:
+    found = loaded_packages(scenario)
+    assert "tokenizers" in found
+    assert "transformers" not in found
+
+
 def names_of_a_text_prompt() -> set[str]:
     """Files under aioserve that one text prompt loads in an embedded engine."""
     package = ROOT / "aioserve"

@@ -120,8 +120,8 @@ class ModelConfig(QuantizationConfig, frozen=True, kw_only=True):
     keep_prepared: Annotated[
         bool,
         doc(
-            "cache the model on disk in the layout of the CPU kernels, for a faster next start; in "
-            "the user's cache, at most 2 GiB per model and 4 GiB in all"
+            "cache the model on disk in the layout of the CPU kernels, and its tokenizer, for a "
+            "faster next start; in the user's cache, at most 2 GiB per model and 4 GiB in all"
         ),
     ] = True
     trust_remote_code: Annotated[

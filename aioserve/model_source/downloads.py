@@ -20,6 +20,7 @@ from typing import IO, NamedTuple
 from aioserve.errors import AioserveError, ConfigError, one_line
 from aioserve.params import NO_DEFAULTS, SamplingDefaults
 from aioserve.support.arguments import Parser
+from aioserve.support.kept_files import user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,7 @@ def models_folder() -> Path:
         return Path(folder)
     if (PACKAGE.parent / "pyproject.toml").is_file():
         return PACKAGE.parent / "models"
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "aioserve" / "models"
+    return user_cache("models")
 
 
 def downloaded(name: str) -> Path:

@@ -136,10 +136,14 @@ class ModelInfo:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The `transformers` tokenizer. Raises `ConfigError`, also if it was not wanted."""
+        """The tokenizer, which has every method of one of `transformers`. Raises `ConfigError`,
+        also if it was not wanted.
+        """
         if self.config.skip_tokenizer_init:
             raise ConfigError("text needs the tokenizer, but skip_tokenizer_init is set")
-        tokenizer = self.source.read_tokenizer()
+        from aioserve.model_source.kept_tokenizer import read_tokenizer
+
+        tokenizer = read_tokenizer(self.source, keep=self.config.keep_prepared)
         if self.chat_template is not None:
             tokenizer.chat_template = self.chat_template
         return tokenizer

@@ -36,6 +36,7 @@ from aioserve.lab.cards.tables import (
 )
 from aioserve.runner.step_times import StepTimeOptions
 from aioserve.scheduler.output import StepFeatures
+from aioserve.support.kept_files import user_cache
 
 PACKAGE = "aiconfigurator_core"
 EXTRA = "aiconfigurator-core"
@@ -154,8 +155,7 @@ def _kept(card: Card) -> Path:
     modules = (__file__, tables.__file__, engines.__file__)
     code = [Path(str(file)).read_bytes() for file in modules]
     name = sha256(b"\0".join([parts, stated, *code])).hexdigest()[:24]
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "aioserve" / "cards" / f"{name}.msgpack"
+    return user_cache("cards") / f"{name}.msgpack"
 
 
 def _measure(card: Card) -> TableOptions:

@@ -6,18 +6,13 @@ code that made it: if one differs, the model is loaded anew. Knows the parts of 
 decoder; knows nothing of how they were found.
 """
 
-import hashlib
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import torch
@@ -36,6 +31,17 @@ from aioserve.runner.fused.decoder import DecoderLayer, GatedMLP
 from aioserve.runner.fused.model import FusedModel, ModelFacts
 from aioserve.runner.fused.ops import Activation, AttentionLayer, Linear, PlainEmbedding, RMSNorm
 from aioserve.runner.served_model import ServedModel
+from aioserve.support.kept_files import (
+    code_digest,
+    digest,
+    identities,
+    identity,
+    is_own,
+    make_room,
+    note_read,
+    user_cache,
+    write_whole,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +49,10 @@ MOST_BYTES = 2 << 30  # of one model; a larger one takes longer to write than it
 MOST_BYTES_IN_ALL = 4 << 30  # what was read longest ago goes first
 
 _MAGIC = b"aioserve prepared model 1\n"
-_WRITING = ".writing-"  # how the names of files begin that are not whole
-_GIVEN_UP = 3600.0  # seconds after which nothing writes such a file any more
+_SUFFIX = ".model"
 _ALIGNMENT = 64  # bytes: a line of the CPU's cache
-_PACKAGE = Path(__file__).parents[2]
-_CODE = ("runner", "kernels", "model_source")  # what decides how weights are read and lie
+# What decides how weights are read and lie.
+_CODE = ("runner", "kernels", "model_source", "features/gguf", "features/quantized")
 
 Product = Panels | Blocks
 
@@ -109,12 +114,13 @@ class PreparedModel:
         """`config` are the settings with their compute type. Raises `OSError` if the model's files
         cannot be looked at, `RuntimeError` if the user has no home, and `KernelsUnavailableError`.
         """
-        self._folder = _user_cache()
-        what: list[Any] = [str(info.source.path.absolute()), config.dtype, config.quantization]
+        path = info.source.path
+        what: list[Any] = [str(path.absolute()), config.dtype, config.quantization]
         what += [config.quantization_group_size, config.activations, info.max_model_len]
-        self._key = _digest([*what, _identities(info.source.path), _made_by()])
+        files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
+        self._key = digest([*what, identities(files), _made_by()])
         # One for each model with its settings: a new one takes the old one's place.
-        self.path = self._folder / f"{_digest(what)[:24]}.model"
+        self.path = user_cache("prepared") / f"{digest(what)[:24]}{_SUFFIX}"
 
     def read(self, check: Callable[[int, KVCacheSpec], None]) -> FusedModel | None:
         """Return the model, if it is there. What cannot be read is not there. `check` is told what
@@ -123,7 +129,7 @@ class PreparedModel:
         begin = time.perf_counter()
         try:
             with self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_uid != os.geteuid():
+                if not is_own(file):
                     return None
                 found = _read_head(file)
                 if found is None or found.key != self._key:
@@ -132,8 +138,7 @@ class PreparedModel:
                 weights = _memory(found.num_bytes)
                 if file.readinto(weights.numpy().data) != found.num_bytes:
                     return None
-            with suppress(OSError):  # a file system that is read alone
-                os.utime(self.path)
+            note_read(self.path)
             model = _restored(found, weights)
         except ConfigError:
             raise
@@ -185,21 +190,15 @@ class PreparedModel:
         self._write(head, tensors)
 
     def _write(self, head: bytes, tensors: list[Tensor]) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=self._folder, prefix=_WRITING, delete=False) as file:
-            try:
-                file.write(_MAGIC + len(head).to_bytes(8, "little") + head)
-                for tensor in tensors:
-                    data = tensor.contiguous().view(-1).view(torch.uint8)
-                    file.write(data.numpy().data)
-                    file.write(bytes(-len(data) % _ALIGNMENT))
-                file.flush()
-                os.fsync(file.fileno())  # a name that is there stands for all of the file
-                os.replace(file.name, self.path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-        _make_room(self._folder)
+        def write(file: IO[bytes]) -> None:
+            file.write(_MAGIC + len(head).to_bytes(8, "little") + head)
+            for tensor in tensors:
+                data = tensor.contiguous().view(-1).view(torch.uint8)
+                file.write(data.numpy().data)
+                file.write(bytes(-len(data) % _ALIGNMENT))
+
+        write_whole(self.path, write)
+        make_room(self.path.parent, _SUFFIX, MOST_BYTES_IN_ALL)
 
 
 def _state_of(model: ServedModel) -> ModelState:
@@ -336,56 +335,10 @@ def _is_sound(tensor: Tensor) -> bool:
     return bool(least.isfinite() & most.isfinite())
 
 
-def _user_cache() -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(folder).expanduser() / "aioserve" / "prepared"
-
-
-def _identities(path: Path) -> list[Any]:
-    """Return what identifies the files of a model. What is written to a file moves its `st_ctime`,
-    which no program can set: so a file whose numbers are the same has the same content.
-    """
-    files = [path] if path.is_file() else sorted(it for it in path.iterdir() if it.is_file())
-    return [(str(file.resolve()), *_identity(file)) for file in files]
-
-
-def _identity(file: Path) -> tuple[int, ...]:
-    stat = file.stat()
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
 @cache
 def _made_by() -> list[Any]:
     """Return what decides how a model is read and laid out: our code, torch's and the CPU."""
-    code = hashlib.sha256()
-    for folder in _CODE:
-        for file in sorted((_PACKAGE / folder).rglob("*.py")):
-            code.update(file.read_bytes())
     variant = load_kernels().variant
-    library = (variant, *_identity(extension(variant)))
+    library = (variant, *identity(extension(variant)))
     packages = [version("torch"), version("transformers")]
-    return [code.hexdigest(), library, packages, sorted(cpu_flags())]
-
-
-def _digest(what: list[Any]) -> str:
-    return hashlib.sha256(msgspec.json.encode(what)).hexdigest()
-
-
-def _make_room(folder: Path) -> None:
-    """Let go what was read longest ago, while all together are too large, and what was never
-    written to its end.
-    """
-    found = []
-    for file in folder.iterdir():
-        with suppress(FileNotFoundError):  # another process does the same
-            stat = file.stat()
-            if file.suffix == ".model":
-                found.append((stat.st_mtime, stat.st_size, file))
-            elif file.name.startswith(_WRITING) and stat.st_mtime < time.time() - _GIVEN_UP:
-                file.unlink()
-    found.sort()
-    in_all = sum(size for _, size, _ in found)
-    for _, size, file in found[:-1]:
-        if in_all > MOST_BYTES_IN_ALL:
-            in_all -= size
-            file.unlink(missing_ok=True)
+    return [code_digest(_CODE), library, packages, sorted(cpu_flags())]

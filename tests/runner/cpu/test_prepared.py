@@ -206,7 +206,7 @@ def test_without_kernels_or_a_home_a_model_is_served_all_the_same(
     def unavailable() -> None:
         raise KernelsUnavailableError("planted")
 
-    def homeless() -> Path:
+    def homeless(name: str) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     prepared._made_by.cache_clear()
@@ -214,7 +214,7 @@ def test_without_kernels_or_a_home_a_model_is_served_all_the_same(
         patch.setattr(prepared, "load_kernels", unavailable)
         assert tokens_of(config) == first
     with monkeypatch.context() as patch:
-        patch.setattr(prepared, "_user_cache", homeless)
+        patch.setattr(prepared, "user_cache", homeless)
         assert tokens_of(config) == first
     assert tokens_of(config)[2]
 
