@@ -1,10 +1,10 @@
 """What is loaded to serve: modules and lines of aioserve by scenario, and lines by folder.
 
 `make size`. A file counts where it is imported: what a process loads is what one has to know to
-follow it. Each scenario runs in a process of its own, after a first start of the embedded engine,
-so that it finds what a start keeps for later ones; the modules of aioserve count that are loaded at
-its end. `LIMITS` are held by tests/test_size.py, with `SLACK` lines to spare. They are lowered
-freely, and raised only with the reason beside the limit.
+follow it. A scenario runs behind those that load a part of what it loads, in one process, after a
+first start of the embedded engine, so that it finds what a start keeps for later ones; the modules
+of aioserve count that are loaded at its end. `LIMITS` are held by tests/test_size.py, with `SLACK`
+lines to spare. They are lowered freely, and raised only with the reason beside the limit.
 """
 
 import atexit
@@ -78,6 +78,15 @@ SCENARIOS = {
     "compare fcfs chunked_prefill": COMPARE,
     "importing a policy": POLICY,
 }
+#: The scenarios of each process, one after the other: each loads all that those before it do.
+PROCESSES = (
+    (
+        "importing a policy",
+        "an embedded engine, one text prompt",
+        "the server, one streamed chat completion",
+    ),
+    ("compare fcfs chunked_prefill",),
+)
 #: Lines that a scenario may load beyond its limit, so that a small feature touches no limit. What
 #: is beyond this raises the limit to what is loaded then, with its reason.
 SLACK = 250
@@ -128,21 +137,24 @@ print(*sorted({n.split(".")[0] for n in _sys.modules}))
 """
 
 
-def _run(scenario: str, cache: str) -> list[list[str]]:
-    """Return the files of aioserve and the top-level packages that are loaded at the end."""
+@functools.cache
+def _run(names: tuple[str, ...]) -> list[list[list[str]]]:
+    """Return for each of these scenarios the files of aioserve and the top-level packages that are
+    loaded at its end, in one process.
+    """
     result = subprocess.run(
-        [sys.executable, "-c", SCENARIOS[scenario] + _TELL],
+        [sys.executable, "-c", "".join(SCENARIOS[name] + _TELL for name in names)],
         capture_output=True,
         text=True,
         check=False,
         cwd=ROOT,
         timeout=300,
-        env={**os.environ, "XDG_CACHE_HOME": cache},
+        env={**os.environ, "XDG_CACHE_HOME": _cache()},
     )
     if result.returncode:
-        raise RuntimeError(f"{scenario}: {result.stderr[-2000:]}")
-    told = result.stdout.rpartition("\nLOADED")[2].strip().split("\n")
-    return [line.split() for line in told]
+        raise RuntimeError(f"{', '.join(names)}: {result.stderr[-2000:]}")
+    told = result.stdout.split("\nLOADED")[1:]
+    return [[line.split() for line in one.strip().split("\n")[:2]] for one in told]
 
 
 @functools.cache
@@ -159,9 +171,9 @@ def _cache() -> str:
     return folder
 
 
-@functools.cache
 def _loaded(scenario: str) -> list[list[str]]:
-    return _run(scenario, _cache())
+    [names] = [names for names in PROCESSES if scenario in names]
+    return _run(names)[names.index(scenario)]
 
 
 def loaded_files(scenario: str) -> list[Path]:

@@ -55,6 +55,7 @@ def run(environment: dict[str, str], *arguments: str, cwd: Path = ROOT) -> str:
     return result.stdout
 
 
+@pytest.mark.slow  # quick: the comparison of the page, which names it
 def test_the_installed_policy_is_found_by_its_name(environment: dict[str, str]) -> None:
     code = "from aioserve.scheduler import *; print(load_policy('shortest_first').__module__)"
     assert run(environment, "-c", code).strip() == "aioserve_shortest_first.policy"

@@ -4,11 +4,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from aioserve.cli.main import main
 from tests import processes
 from tests.processes import PATIENCE, serving
 
@@ -23,10 +23,9 @@ def blocks(language: str) -> list[str]:
 PYTHON = blocks("python")
 
 
-def run_python(code: str) -> str:
-    result = processes.run(sys.executable, "-c", code, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def run_python(code: str) -> None:
+    """Run it in this process, which has imported what a program would import for seconds."""
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
 
 
 def test_the_policy_that_is_shown_is_the_one_that_ships() -> None:
@@ -38,13 +37,12 @@ def test_the_policy_that_is_shown_is_the_one_that_ships() -> None:
 
 
 def test_the_engine_example_prints_text(capsys: pytest.CaptureFixture[str]) -> None:
-    """In this process, which has imported what a program would import for seconds."""
     (code,) = [code for code in PYTHON if "AsyncEngine()" in code]
-    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    run_python(code)
     assert capsys.readouterr().out.strip()
 
 
-def test_the_curl_command_streams_what_the_readme_says() -> None:
+def test_the_curl_command_streams_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -> None:
     """Against the real server, on another port; the client of docs/embedding.md uses it too."""
     with serving(cwd=ROOT) as (server, url):
         (curl,) = [block for block in blocks("bash") if block.startswith("curl")]
@@ -57,20 +55,23 @@ def test_the_curl_command_streams_what_the_readme_says() -> None:
         embedding = (ROOT / "docs/embedding.md").read_text()
         codes = re.findall(r"^```python\n(.*?)^```", embedding, re.DOTALL | re.MULTILINE)
         (client,) = [code for code in codes if "AsyncClient(" in code]
-        assert run_python(client.replace("http://127.0.0.1:8000", url)).strip()
+        run_python(client.replace("http://127.0.0.1:8000", url))
+        assert capsys.readouterr().out.strip()
         server.terminate()
         assert server.wait(PATIENCE) == 0
 
 
-def test_the_comparison_prints_the_rows_that_are_shown() -> None:
+def test_the_comparison_prints_the_rows_that_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (command,) = [
         block for block in blocks("bash") if block.count("\n") == 1 and " compare " in block
     ]
-    python, *arguments = command.split()
-    assert python == "python"
-    printed = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=True
-    ).stdout
+    python, option, package, *words = command.split()
+    assert (python, option, package) == ("python", "-m", "aioserve")
+    monkeypatch.chdir(ROOT)
+    assert main([*words, "--jobs", "1"]) == 0  # in this process, which prints the same
+    printed = capsys.readouterr().out
     (shown,) = [block for block in blocks("text") if "TTFT p99" in block]
     assert set(shown.splitlines()) <= set(printed.splitlines())
 

@@ -1,6 +1,7 @@
 """A conversation in a real terminal, and through a pipe, with a real server."""
 
 import asyncio
+import io
 import os
 import re
 import shutil
@@ -9,8 +10,10 @@ import sys
 import urllib.request
 from asyncio.subprocess import PIPE
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import pytest
 
@@ -36,9 +39,24 @@ def url() -> Iterator[str]:
         yield url
 
 
-def talk(url: str, text: str, *argv: str) -> subprocess.CompletedProcess[str]:
-    """What a pipe gets for `text`."""
-    return processes.run(sys.executable, "-m", "aioserve", "chat", url, *argv, input=text)
+class Said(NamedTuple):
+    """What is told by a chat that has no terminal."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def talk(url: str, text: str, *argv: str) -> Said:
+    """What is told for `text`: by the command in this process, which has imported all of it."""
+    told, noted = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "stdin", io.StringIO(text)),
+        redirect_stdout(told),
+        redirect_stderr(noted),
+    ):
+        returncode = main(["chat", url, *argv])
+    return Said(returncode, told.getvalue(), noted.getvalue())
 
 
 def chatting(
@@ -148,7 +166,8 @@ def test_tab_completes_commands_and_their_words(url: str) -> None:
 
 
 def test_a_pipe_gets_replies_alone_and_the_rest_is_on_stderr(url: str) -> None:
-    result = talk(url, "Hello\n/stats\nAgain\n", "--sampling", "max_tokens=3")
+    command = [sys.executable, "-m", "aioserve", "chat", url, "--sampling", "max_tokens=3"]
+    result = processes.run(*command, input="Hello\n/stats\nAgain\n")
     assert result.returncode == 0, result.stderr
     assert "/stats" not in result.stdout
     assert "> " not in result.stdout

@@ -15,7 +15,7 @@ from aioserve.engine.chat.reply_format import (
 )
 from aioserve.engine.chat.reply_reader import HeldCalls
 from aioserve.features.formats import SHIPPED, Arguments, Call, Content, Function
-from tests.slow import mostly_slow
+from tests.slow import examples, mostly_slow
 
 TEXT, LIST, OBJECT = ({"type": name} for name in ("string", "array", "object"))
 FUNCTION = Function("f", {"type": "object", "properties": {"a": TEXT, "b": LIST, "c": OBJECT}})
@@ -26,9 +26,11 @@ FEW, MANY = 800, 6400  # characters
 
 
 def beginnings(kind: type[ReplyFormat]) -> Iterator[str]:
-    """Replies that are cut before a call, within it, and behind it."""
+    """Replies that are cut before a call, within it, and behind it; in `make test-all` at two more
+    places within it.
+    """
     text = kind.write(Reply("", [CALL]))
-    return (text[: len(text) * part // 4] for part in range(5))
+    return (text[: len(text) * part // 4] for part in range(0, 5, examples(2, slow=1)))
 
 
 def seconds(kind: type[ReplyFormat], text: str) -> float:

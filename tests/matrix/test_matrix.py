@@ -5,6 +5,7 @@
 
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ on_uvloop = pytest.mark.asyncio(loop_factories=["uvloop"])
 FOUND = stored()
 
 
+@cache
 def sets_of(place: str) -> list[tuple[str, ...]]:
     """Sets of features in which every pair is that works in this place."""
     pairs = [frozenset(cell) for cell, o in FOUND[place].items() if o.kind == WORKS and cell[1:]]

@@ -35,6 +35,11 @@ def bad_numbers() -> list[tuple[dict[str, float], str]]:
     return found
 
 
+from collections.abc import Iterable
+from typing import Any
+
+from tests.slow import examples
+
 BIG = 10**400
 WRONG = [None, True, -1, 0, 2.5, BIG, "", "x" * 9, "\x00", [], [[]], [{}], {}, {"a": {"b": []}}]
 
@@ -70,3 +75,8 @@ def mutations(value):
     if isinstance(value, list):
         for i, item in enumerate(value):
             yield from ([*value[:i], wrong, *value[i + 1 :]] for wrong in mutations(item))
+
+
+def thinned(bodies: Iterable[Any]) -> list[Any]:
+    """All of them; in `make test` one of three, in which each of `WRONG` is somewhere."""
+    return [*bodies][:: examples(3, slow=1)]

@@ -23,20 +23,27 @@ def document() -> dict[str, Any]:
 
 
 @functools.cache
-def responses(method: str, path: str) -> dict[str, Any]:
-    """By status, what a route may answer; empty if there is no such route."""
-    paths = document()["paths"]
-    for template in sorted(paths, key=len, reverse=True):  # a parameter may hold slashes
-        if re.fullmatch(re.sub(r"{\w+}", ".+", template), path):
-            return paths[template].get(method.lower(), {}).get("responses", {})
-    return {}
+def templates() -> dict[str, re.Pattern[str]]:
+    """The routes of the document, and what their paths look like: a parameter may hold slashes."""
+    longest_first = sorted(document()["paths"], key=len, reverse=True)
+    return {route: re.compile(re.sub(r"{\w+}", ".+", route)) for route in longest_first}
 
 
 @functools.cache
-def validators(method: str, path: str, status: int, media_type: str) -> list[Any]:
-    """Of the answer, or of the data of its events and of those that are no JSON."""
-    told = responses(method, path)
-    assert str(status) in told, f"add {status} to {method} {path} in aioserve/server/routes.py"
+def route_of(path: str) -> str:
+    """The route of a path; empty if there is none."""
+    return next((route for route, like in templates().items() if like.fullmatch(path)), "")
+
+
+@functools.cache
+def validators(method: str, route: str, status: int, media_type: str) -> list[Any]:
+    """Of the answer, or of the data of its events and of those that are no JSON; none if the route
+    has no such method.
+    """
+    told = document()["paths"][route].get(method.lower(), {}).get("responses", {})
+    if not told:
+        return []
+    assert str(status) in told, f"add {status} to {method} {route} in aioserve/server/routes.py"
     schema = told[str(status)]["content"][media_type]["schema"]
     schemas = [schema]
     if media_type == "text/event-stream":
@@ -48,11 +55,11 @@ def validators(method: str, path: str, status: int, media_type: str) -> list[Any
 
 def check_answer(method: str, path: str, status: int, content_type: str, body: bytes) -> None:
     """Raises if a route that is in the document may not answer so."""
-    path = path.partition("?")[0]
-    if not responses(method, path):
+    route, media_type = route_of(path.partition("?")[0]), content_type.partition(";")[0]
+    checks = validators(method, route, status, media_type) if route else []
+    if not checks:
         return
-    media_type = content_type.partition(";")[0]
-    of_answer, *of_texts = validators(method, path, status, media_type)
+    of_answer, *of_texts = checks
     if media_type == "application/json":
         of_answer.validate(json.loads(body))
     elif media_type == "application/x-ndjson":

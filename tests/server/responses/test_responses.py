@@ -15,7 +15,7 @@ from aioserve.config import EngineConfig, ImageConfig, RunnerConfig, ServerConfi
 from aioserve.errors import RequestError
 from aioserve.server.images import ImageParts
 from aioserve.server.running import Kept, ResponseStore
-from tests.server.bad_bodies import check, mutations
+from tests.server.bad_bodies import check, mutations, thinned
 from tests.server.raw_client import fail_what_runs
 from tests.server.scripted import HERMES, TWO_CALLS, saying
 from tests.server.serving import SIMULATED, running
@@ -487,9 +487,9 @@ async def test_nothing_in_a_body_with_tools_is_a_failure_of_the_server():
     config = EngineConfig(
         runner=RunnerConfig(threads=1), server=ServerConfig(tool_call_parser="hermes")
     )
-    num_refused = 0
+    bodies, num_refused = thinned(mutations(good)), 0
     async with running(config) as server:
-        for body in mutations(good):
+        for body in bodies:
             answer = await server.request("POST", "/v1/responses", data=json.dumps(body).encode())
             assert answer.status in (200, 400, 404), body
             if answer.status != 200:
@@ -497,4 +497,4 @@ async def test_nothing_in_a_body_with_tools_is_a_failure_of_the_server():
                 num_refused += 1
         assert (await server.request("POST", "/v1/responses", json=good)).status == 200
         assert set((await server.gauges()).values()) == {0}
-    assert num_refused > 300
+    assert num_refused > len(bodies) // 2
