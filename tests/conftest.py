@@ -79,10 +79,11 @@ def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: to look at them again takes a full collection half a
     second, and runners that give their weights back make one each. So no runner thaws them, and
     no server freezes what a test has made: tests/engine/test_control.py asks another process what
-    that does.
+    that does. Young objects are looked at once there are many: most are gone by then.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
     gc.freeze = gc.unfreeze = lambda: None
 

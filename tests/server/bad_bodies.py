@@ -4,11 +4,14 @@ Good and bad values of the numbers of `RANGES` follow from their ranges: a new o
 """
 
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 from msgspec.structs import fields
 
 from aioserve.params import RANGES, SamplingParams
 from aioserve.server.protocol import GenerationRequest
+from tests.slow import examples
 
 #: The numbers that every route with the fields of completions and chats takes, and their ranges.
 NUMBERS = {n: r for n, r in RANGES.items() if n in GenerationRequest.__struct_fields__}
@@ -34,11 +37,6 @@ def bad_numbers() -> list[tuple[dict[str, float], str]]:
         found += [({name: value}, name) for value in (numbers.ge - 1, *most, *hole)]
     return found
 
-
-from collections.abc import Iterable
-from typing import Any
-
-from tests.slow import examples
 
 BIG = 10**400
 WRONG = [None, True, -1, 0, 2.5, BIG, "", "x" * 9, "\x00", [], [[]], [{}], {}, {"a": {"b": []}}]
