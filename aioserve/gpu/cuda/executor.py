@@ -99,13 +99,9 @@ class DecodeGraphs:
     """Decode steps as CUDA graphs: one capture per padded number of rows, replayed in steps."""
 
     def __init__(self) -> None:
+        self.sizes: tuple[int, ...] = ()  # ascending; none if nothing is captured
         self._replays: dict[int, Callable[[], None]] = {}
         self._logits: Tensor | None = None  # one for all sizes: only one is replayed at a time
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Ascending; none if nothing is captured."""
-        return tuple(sorted(self._replays))
 
     def capture(
         self,
@@ -135,6 +131,7 @@ class DecodeGraphs:
                 logger.warning("decode steps run without CUDA graphs: %s", error)
                 self._replays.clear()
                 return
+        self.sizes = tuple(sorted(self._replays))
 
     def replay(self, size: int) -> Tensor:
         """Logits [size, V]; valid until the next replay."""
@@ -183,6 +180,16 @@ class LaunchedParts:
     copied: Copied | None  # what a KV connector has it copy
 
 
+def one_token_each(plan: StepPlan, token_ids: list[int]) -> list[list[int]]:
+    """Return the tokens by row, of a step in which no row samples more than one."""
+    kept = [[token_id] for token_id in token_ids]
+    rows, num_rows = plan.sampled.tolist(), len(plan.inputs.req_ids)
+    if rows == list(range(num_rows)):  # each, and as scheduled: most steps
+        return kept
+    by_row = dict(zip(rows, kept, strict=True))
+    return [by_row.get(row, []) for row in range(num_rows)]
+
+
 def make_output(
     step: LaunchedStep,
     kept: list[list[int]],
@@ -195,10 +202,14 @@ def make_output(
     """Return the output of a step that was read. `kept`: by row. `failed` and `logprobs`: by place
     among the S, of which a row's first were kept.
     """
-    req_ids, rows = step.plan.inputs.req_ids, step.plan.sampled.tolist()
-    for row, why in failed_requests(failed, rows, kept).items():
-        step.failed.setdefault(req_ids[row], why)
-    kept = [[] if req_id in step.failed else own for req_id, own in zip(req_ids, kept, strict=True)]
+    req_ids = step.plan.inputs.req_ids
+    rows = step.plan.sampled.tolist() if failed or logprobs else []
+    if failed:
+        for row, why in failed_requests(failed, rows, kept).items():
+            step.failed.setdefault(req_ids[row], why)
+    if step.failed:
+        pairs = zip(req_ids, kept, strict=True)
+        kept = [[] if req_id in step.failed else own for req_id, own in pairs]
     by_request: dict[str, list[TokenLogprobs]] = {}
     for place, entry in logprobs.items():
         entries = by_request.setdefault(req_ids[rows[place]], [])
@@ -381,8 +392,10 @@ class StepExecutor:
         is_plain = wanted is None and states is None and owners is None
         sizes = self._graphs.sizes if is_plain else ()
         plan = plan_step(inputs, columns, self._layout, buffer.array, sizes)
-        slots = dict(zip(inputs.req_ids, inputs.rows.tolist(), strict=True))
-        sampling = self._sampler.prepare(plan, step.scheduled_new_reqs, slots)
+        new, slots = step.scheduled_new_reqs, dict[str, int]()
+        if new:
+            slots = dict(zip(inputs.req_ids, inputs.rows.tolist(), strict=True))
+        sampling = self._sampler.prepare(plan, new, slots)
         pooled = plan_pooled(states, plan, self._sampler, self._hidden_size)
         asked = Asked(plan_prompts(wanted, plan, self._sampler), pooled, ())
         if owners is not None:
@@ -511,9 +524,7 @@ class StepExecutor:
         finally:
             self._free_results.append(step.result)
         if self._drafter is None:
-            kept: list[list[int]] = [[] for _ in step.plan.inputs.req_ids]
-            for row, token_id in zip(step.plan.sampled.tolist(), token_ids, strict=True):
-                kept[row].append(token_id)
+            kept = one_token_each(step.plan, token_ids)
             return make_output(step, kept, failed, logprobs, of_prompts, pooled, {})
         kept, guesses = self._verify(self._drafter, step, token_ids)
         return make_output(step, kept, failed, logprobs, of_prompts, pooled, guesses)
@@ -558,9 +569,16 @@ class StepExecutor:
             self._ranks.tell(self._sampler.last_token)
 
     def _compute(self, plan: StepPlan, attention: LayerAttention, asked: Asked) -> Tensor:
-        rows = self._arrays.logits_rows[: plan.num_sampling].long()
         tokens, sampling = asked.adapters[:2] or (None, None)
-        if asked.prompts is not None or asked.pooled is not None:
+        has_states = asked.prompts is not None or asked.pooled is not None
+        is_plain = not has_states and tokens is None
+        if is_plain and plan.is_decode and plan.num_padded_rows in self._graphs.sizes:
+            logits = self._graphs.replay(plan.num_padded_rows)
+            if plan.num_sampling == plan.num_rows:  # each row its only token
+                return logits[: plan.num_rows]
+            return logits[self._arrays.logits_rows[: plan.num_sampling].long()]
+        rows = self._arrays.logits_rows[: plan.num_sampling].long()
+        if has_states:
             everything = torch.arange(plan.num_tokens, device=rows.device)
             inputs = self._inputs(plan.num_tokens, everything, tokens, tokens)
             halves = self._model.halves
@@ -574,11 +592,6 @@ class StepExecutor:
         if tokens is not None:
             inputs = self._inputs(plan.num_tokens, rows, tokens, sampling)
             return self._model.forward(inputs, attention)
-        if plan.is_decode and plan.num_padded_rows in self._graphs.sizes:
-            logits = self._graphs.replay(plan.num_padded_rows)
-            if plan.num_sampling < plan.num_padded_rows:
-                logits = logits[rows]
-            return logits
         return self._forward(plan.num_tokens, rows, attention)
 
     def _forward(self, num_tokens: int, rows: Tensor, attention: LayerAttention) -> Tensor:

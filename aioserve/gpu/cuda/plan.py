@@ -3,6 +3,7 @@
 Knows rows, pages and markers. Knows nothing about models, devices or scheduling.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
 from typing import Generic, TypeVar
 
@@ -16,6 +17,8 @@ from aioserve.runner.batch.sampling_columns import SamplingColumns, SamplingInpu
 
 Words = npt.NDArray[np.int32]
 A = TypeVar("A", Words, Tensor)
+
+_NO_FLOOR = np.float32(-np.inf).view(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,56 +140,64 @@ def plan_step(
     smallest of `padded_sizes` (ascending) that holds it; larger ones are left as they are.
     """
     limits, out = layout.limits, layout.split(arena)
-    query_lens = np.diff(inputs.query_start_loc)
-    order = np.argsort(query_lens > 1, kind="stable")  # decodes first, else as scheduled
-    num_rows, num_decodes = len(order), int((query_lens == 1).sum())
-    num_tokens = int(inputs.query_start_loc[-1])
-    query_lens = query_lens[order]
-    starts = np.zeros(num_rows + 1, dtype=np.int64)
-    np.cumsum(query_lens, out=starts[1:])
-    token = np.arange(num_tokens) + np.repeat(
-        inputs.query_start_loc[order] - starts[:-1], query_lens
-    )
-    out.input_ids[:num_tokens] = inputs.input_ids[token]
-    out.positions[:num_tokens] = inputs.positions[token]
-    out.slots[:num_tokens] = inputs.slot_mapping[token]
+    starts, seq_lens, num_rows = inputs.query_start_loc, inputs.seq_lens, len(inputs.seq_lens)
+    is_prefill = starts[1:] - starts[:-1] > 1
+    num_decodes = num_rows - int(np.count_nonzero(is_prefill))
+    num_tokens = int(starts[-1])
+    token, order = np.arange(num_tokens), np.arange(num_rows)
+    places, logits_rows = np.arange(len(inputs.sampling)), inputs.logits_indices
+    packed: tuple[IntArray, ...] = (inputs.input_ids, inputs.positions, inputs.slot_mapping)
+    if np.count_nonzero(is_prefill[:num_decodes]):  # a prefill was scheduled before a decode
+        order = np.argsort(is_prefill, kind="stable")  # decodes first, else as scheduled
+        query_lens = (starts[1:] - starts[:-1])[order]
+        moved = starts[order]
+        starts = np.zeros(num_rows + 1, dtype=np.int64)
+        np.cumsum(query_lens, out=starts[1:])
+        token = token + np.repeat(moved - starts[:-1], query_lens)
+        packed, seq_lens = tuple(array[token] for array in packed), seq_lens[order]
+        places = _in_row_order(order, inputs.sampling)
+        planned = np.empty(num_tokens, dtype=np.int64)
+        planned[token] = np.arange(num_tokens)
+        logits_rows = planned[logits_rows[places]]
+        edits = sampling.edits
+        if edits:
+            edits = {new: edits[old] for new, old in enumerate(places.tolist()) if old in edits}
+        sampling = replace(sampling.take(places), edits=edits)
+    for target, source in zip((out.input_ids, out.positions, out.slots), packed, strict=True):
+        target[:num_tokens] = source
     out.qo_indptr[: num_rows + 1] = starts
+    out.seq_lens[:num_rows] = seq_lens
 
-    seq_lens = inputs.seq_lens[order]
-    num_pages = -(-seq_lens // limits.page_size)
-    pages_end = np.cumsum(num_pages)
-    num_entries = int(pages_end[-1])
-    column = np.arange(num_entries) - np.repeat(pages_end - num_pages, num_pages)
-    out.kv_indices[:num_entries] = inputs.block_table[np.repeat(order, num_pages), column]
+    num_pages = (seq_lens + (limits.page_size - 1)) // limits.page_size
+    pages_end = num_pages.cumsum()
+    num_entries, width = int(pages_end[-1]), inputs.block_table.shape[1]
+    entry = np.arange(num_entries)
+    entry += np.repeat(order * width - (pages_end - num_pages), num_pages)
+    # "clip", as "raise" copies once more
+    pages = out.kv_indices[:num_entries]
+    np.take(inputs.block_table.reshape(-1), entry, out=pages, mode="clip")
     out.kv_indptr[0] = 0
     out.kv_indptr[1 : num_rows + 1] = pages_end
     out.last_page_len[:num_rows] = seq_lens - (num_pages - 1) * limits.page_size
-    out.seq_lens[:num_rows] = seq_lens
 
-    num_prefills, decode_entries = num_rows - num_decodes, int(out.kv_indptr[num_decodes])
-    for target, source in (
-        (out.prefill_qo_indptr, out.qo_indptr),
-        (out.prefill_kv_indptr, out.kv_indptr),
-    ):
-        target[: num_prefills + 1] = source[num_decodes : num_rows + 1] - source[num_decodes]
-
-    num_padded = num_rows
-    if num_decodes == num_rows:
-        num_padded = next((size for size in padded_sizes if size >= num_rows), num_rows)
-        _pad(out, limits, num_rows, num_padded, num_entries)
-        num_entries += num_padded - num_rows
+    num_padded, decode_entries = num_rows, int(out.kv_indptr[num_decodes])
+    if num_decodes < num_rows:
+        for target, absolute in (
+            (out.prefill_qo_indptr, out.qo_indptr),
+            (out.prefill_kv_indptr, out.kv_indptr),
+        ):
+            own = absolute[num_decodes : num_rows + 1]
+            target[: num_rows - num_decodes + 1] = own - own[0]
+    else:
+        place = bisect_left(padded_sizes, num_rows)
+        if place < len(padded_sizes) and (num_padded := padded_sizes[place]) > num_rows:
+            _pad(out, limits, num_rows, num_padded, num_entries)
+            num_entries += num_padded - num_rows
         num_tokens, decode_entries = num_padded, num_entries
 
-    places = _in_row_order(order, inputs.sampling)
     sampled = inputs.sampling[places]
-    planned = np.empty(len(token), dtype=np.int64)
-    planned[token] = np.arange(len(token))
-    out.logits_rows[: len(sampled)] = planned[inputs.logits_indices[places]]
+    out.logits_rows[: len(sampled)] = logits_rows
     out.token_slots[: len(sampled)] = inputs.rows[sampled]
-    edits = sampling.edits
-    if edits:
-        edits = {new: edits[old] for new, old in enumerate(places.tolist()) if old in edits}
-    sampling = sampling.take(places)
     _write_sampling(out, sampling)
     return StepPlan(
         inputs=inputs,
@@ -201,7 +212,7 @@ def plan_step(
         tokens=token,
         sampled=sampled,
         places=places,
-        sampling=replace(sampling, edits=edits),
+        sampling=sampling,
     )
 
 
@@ -258,8 +269,10 @@ def _write_sampling(out: Sections[Words], sampling: SamplingInputs) -> None:
     out.temperature[:size] = sampling.temperature.view(np.int32)
     out.top_k[:size] = sampling.top_k
     out.top_p[:size] = sampling.top_p.view(np.int32)
-    with np.errstate(divide="ignore"):
-        out.min_p_floor[:size] = np.log(sampling.min_p).view(np.int32)
-    if sampling.temperature.any():  # else the step draws nothing, and needs no noise
+    out.min_p_floor[:size] = _NO_FLOOR
+    if np.count_nonzero(sampling.min_p):
+        with np.errstate(divide="ignore"):
+            out.min_p_floor[:size] = np.log(sampling.min_p).view(np.int32)
+    if np.count_nonzero(sampling.temperature):  # else the step draws nothing, and needs no noise
         keys = sampling_columns.row_keys(sampling.seeds, sampling.num_tokens).view(np.int32)
         out.keys[: 2 * size] = keys.T.reshape(-1)

@@ -180,10 +180,10 @@ class DeviceSampler:
         """Return the host's part of a step. `new` came with it, to `slots`; they need not sample
         yet.
         """
-        sampling = plan.sampling
-        asked = np.flatnonzero(sampling.num_logprobs != NO_LOGPROBS)
+        sampling, edits = plan.sampling, plan.sampling.edits
+        asked = (sampling.num_logprobs != NO_LOGPROBS).nonzero()[0]
         is_drawn = sampling.temperature > 0
-        edits = sampling.edits
+        has_drawn = bool(np.count_nonzero(is_drawn))
         extras: dict[str, Words] = {}
         penalized = [data for data in new if has_penalties(data.sampling_params)]
         if penalized:
@@ -209,9 +209,9 @@ class DeviceSampler:
             extras["asked"] = asked.astype(np.int32)
         return SamplePlan(
             num_rows=plan.num_sampling,
-            is_greedy=not edits and not (sampling.temperature > 0).any(),
-            has_top_k=bool((is_drawn & (sampling.top_k > 0)).any()),
-            has_top_p=bool((is_drawn & (sampling.top_p < 1)).any()),
+            is_greedy=not edits and not has_drawn,
+            has_top_k=has_drawn and bool(np.count_nonzero(is_drawn & (sampling.top_k > 0))),
+            has_top_p=has_drawn and bool(np.count_nonzero(is_drawn & (sampling.top_p < 1))),
             asked=asked.tolist(),
             num_logprobs=sampling.num_logprobs[asked].tolist(),
             has_penalties=has_any,
@@ -258,10 +258,10 @@ class DeviceSampler:
         edited = logits if plan.is_greedy else self._edit(logits, plan, slots)
         if masks is not None:
             edited = masks.apply(edited)
-        is_sound = edited.amax(dim=-1).isfinite()  # NaN if there is any in a row
         if plan.is_greedy:
-            token_ids = edited.argmax(dim=-1)
+            best, token_ids = edited.max(dim=-1)  # one pass over the logits for both
         else:
+            best = edited.amax(dim=-1)
             columns = DrawColumns(
                 temperature=arrays.temperature[:num_rows].view(torch.float32),
                 top_k=arrays.top_k[:num_rows],
@@ -272,6 +272,9 @@ class DeviceSampler:
                 has_top_p=plan.has_top_p,
             )
             token_ids = self._draw(edited, columns)
+        is_sound = (
+            best.abs() < torch.inf
+        )  # NaN if there is any in a row; fewer kernels than isfinite
         # What else was chosen there need not be a token, and is looked up in tables.
         token_ids = torch.where(is_sound, token_ids, 0)
         if plan.asked:
