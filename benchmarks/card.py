@@ -53,9 +53,10 @@ STAGES = {
     "attention": Stage(70, 25, "Does each kind of attention give the numbers of plain torch?"),
     "graphs": Stage(40, 25, "Do CUDA graphs hold far from the lengths of their capture?"),
     "sampler": Stage(30, 25, "Does the card draw the tokens that the CPU draws?"),
-    "overlap": Stage(85, 60, "Do 100 overlapped requests with preemption get the right tokens?"),
+    "overlap": Stage(55, 40, "Do 100 overlapped requests with preemption get the right tokens?"),
+    "models": Stage(45, 20, "Do models with windows, experts, drafts and grammars compute right?"),
     "speed": Stage(110, 80, "Which share of the theoretical limit is reached?"),
-    "host": Stage(30, 20, "How long does the host work on a step, and does it ever wait?"),
+    "host": Stage(25, 20, "How long does the host work on a step, and does it ever wait?"),
 }
 
 

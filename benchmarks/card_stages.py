@@ -11,7 +11,6 @@ import logging
 import math
 import platform
 import pstats
-import random
 import statistics
 import subprocess
 import sys
@@ -25,10 +24,33 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gpu import GREEDY, SAMPLED, Loaded, Size, Steps, load_shape, measure_ceilings
+from card_models import (
+    CASES,
+    PAGE_SIZE,
+    Case,
+    Reply,
+    WrongNumbersError,
+    check_logprobs,
+    check_stats,
+    examine,
+    make_asks,
+    score,
+    serve,
+)
+from gpu import (
+    GREEDY,
+    SAMPLED,
+    Loaded,
+    Size,
+    Steps,
+    load_shape,
+    measure_ceilings,
+    measure_load,
+)
+from harness import LOADS, LoadShape
 from torch import Tensor
 
-from aioserve import AsyncEngine, SamplingParams
+from aioserve import SamplingParams
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.gpu.cuda.attention import TorchDeviceAttention
 from aioserve.gpu.cuda.device import Device
@@ -48,14 +70,9 @@ from aioserve.runner.attention.backend import (
 from aioserve.runner.batch import sampling_columns
 from aioserve.runner.batch.sampling_columns import SamplingColumns
 
-PAGE_SIZE = 16
 #: Of attention in bfloat16, relative to plain torch in float32: the worst head of the worst token.
 MOST_ERROR = 0.03
 MAX_MODEL_LEN = 8192
-
-
-class WrongNumbersError(Exception):
-    """The numbers of a part are not what they should be; the message says by how much."""
 
 
 class WarnedError(Exception):
@@ -639,16 +656,6 @@ OVERLAP_SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-MOST_LOGPROB_ERROR = 0.3  # of one token; bfloat16 alone makes a tenth of it
-MOST_MEAN_LOGPROB_ERROR = 0.02
-
-
-class Reply(NamedTuple):
-    """Tokens of a request, and how likely each was when it was sampled."""
-
-    prompt: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
 
 
 def overlap(card: Card) -> Iterator[Part]:
@@ -680,93 +687,52 @@ def overlap(card: Card) -> Iterator[Part]:
         def generate() -> dict[str, Any]:
             runner = card.runner(config := settings(2, amounts.blocks))
             began = time.monotonic()
-            found, stats = asyncio.run(_generate(config, runner, amounts))
+            asks = make_asks(
+                ({"temperature": 0}, {"temperature": 0.8}),
+                amounts.requests,
+                longest=amounts.longest_prompt,
+                num_tokens=amounts.output_tokens,
+                vocab_size=OVERLAP_SHAPE["vocab_size"],
+            )
+            found, stats = asyncio.run(serve(config, runner, asks))
             replies.extend(found)
-            if not stats.num_preemptions:
-                raise WrongNumbersError("no request was preempted: the KV pool is too large")
+            check_stats(config, stats)
             lengths = {len(reply.token_ids) for reply in found}
             if lengths != {amounts.output_tokens}:
                 raise WrongNumbersError(f"replies have {sorted(lengths)} tokens")
             return {"preemptions": stats.num_preemptions, "seconds": _since(began)}
 
-        def score() -> dict[str, Any]:
+        def scored() -> dict[str, Any]:
             config = settings(1, 4 * amounts.blocks, enforce_eager=True)
-            scores = asyncio.run(_score(config, card.runner(config), replies))
-            return _check_logprobs(replies, scores)
+            scores = asyncio.run(score(config, card.runner(config), replies))
+            return check_logprobs(replies, scores)
 
         yield Part("model", model, is_setup=True)
         yield Part("depth 2, with graphs", generate, is_setup=True)
-        yield Part("log probabilities, to depth 1 without graphs", score)
+        yield Part("log probabilities, to depth 1 without graphs", scored)
 
 
-async def _generate(
-    config: EngineConfig, runner: OverlappedRunner, amounts: Amounts
-) -> tuple[list[Reply], Any]:
-    rng = random.Random(1)
-    prompts = [
-        [rng.randrange(1024) for _ in range(rng.randint(1, amounts.longest_prompt))]
-        for _ in range(amounts.requests)
-    ]
-    async with AsyncEngine(config, runner=runner) as engine:
-
-        async def one(index: int) -> Reply:
-            params = SamplingParams(
-                max_tokens=amounts.output_tokens,
-                temperature=0.8 * (index % 2),
-                seed=index,
-                logprobs=0,
-                ignore_eos=True,
-                detokenize=False,
-            )
-            reply = Reply(prompts[index], [], [])
-            async for output in engine.generate(prompts[index], params):
-                reply.token_ids.extend(output.token_ids)
-                reply.logprobs.extend(entry.logprob for entry in output.logprobs or ())
-            return reply
-
-        replies = await asyncio.gather(*(one(i) for i in range(amounts.requests)))
-        return replies, engine.get_stats()
+# Paths of real models.
 
 
-async def _score(
-    config: EngineConfig, runner: OverlappedRunner, replies: Sequence[Reply]
-) -> list[list[float]]:
-    """Return how likely each token of each reply is."""
-    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
-    async with AsyncEngine(config, runner=runner) as engine:
+def models(card: Card) -> Iterator[Part]:
+    """Serve small models of several kinds, and have the CPU say how likely their tokens are."""
 
-        async def one(reply: Reply) -> list[float]:
-            async for output in engine.generate([*reply.prompt, *reply.token_ids], params):
-                if output.prompt_logprobs:
-                    entries = output.prompt_logprobs[len(reply.prompt) :]
-                    return [entry.logprob for entry in entries if entry is not None]
-            raise WrongNumbersError("a request got no log probabilities of its prompt")
+    def examined(case: Case) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            return examine(case, card.runner, Path(folder))
 
-        return await asyncio.gather(*map(one, replies))
-
-
-def _check_logprobs(replies: Sequence[Reply], scores: Sequence[Sequence[float]]) -> dict[str, Any]:
-    worst, where, total, count = 0.0, "", 0.0, 0
-    for number, (reply, own) in enumerate(zip(replies, scores, strict=True)):
-        for place, (a, b) in enumerate(zip(reply.logprobs, own, strict=True)):
-            error = abs(a - b)
-            total, count = total + error, count + 1
-            if not error <= worst:
-                worst, where = error, f"token {place} of request {number}"
-    mean = total / count
-    if not (worst <= MOST_LOGPROB_ERROR and mean <= MOST_MEAN_LOGPROB_ERROR):
-        raise WrongNumbersError(
-            f"log probabilities are off by {worst:.3g} at {where} and by {mean:.3g} in the mean; "
-            f"{MOST_LOGPROB_ERROR} and {MOST_MEAN_LOGPROB_ERROR} are allowed"
-        )
-    return {"worst": worst, "mean": mean}
+    for case in CASES:
+        yield Part(case.name, partial(examined, case))
 
 
 # Speed, and the host's time.
 
 
 def speed(card: Card) -> Iterator[Part]:
-    """Measure decodes and a prompt of a large model with random weights, against their floors."""
+    """Measure decodes and a prompt of a large model with random weights against their floors, and
+    the loads W1 to W5, greedy and sampled.
+    """
     amounts, size, loaded = card.amounts, card.amounts.speed, list[Loaded]()
     with tempfile.TemporaryDirectory() as folder:
 
@@ -798,14 +764,33 @@ def speed(card: Card) -> Iterator[Part]:
                 steps.leave()
             return _of_floor(loaded[0].floor.seconds(0, 0, size.prefill), seconds)
 
+        def engine(shape: LoadShape, params: SamplingParams) -> dict[str, Any]:
+            return asyncio.run(measure_load(loaded[0], _divided(shape, size.of_loads), params))
+
+        loads = {name: shape for name, shape in LOADS.items() if name != "W6"}
         yield Part("load", load, is_setup=True)
         for batch in size.batches:
             yield Part(f"decode {batch}", partial(decodes, batch, 2, GREEDY))
         yield Part(f"prefill {size.prefill}", prefill)
+        for name, shape in loads.items():
+            yield Part(f"{name}: {shape.words}", partial(engine, shape, GREEDY))
         for batch in size.batches:
             yield Part(f"decode {batch}, sampled", partial(decodes, batch, 2, SAMPLED))
+        for name, shape in loads.items():
+            yield Part(f"{name}, sampled", partial(engine, shape, SAMPLED))
         for batch in size.batches:
             yield Part(f"decode {batch}, no overlap", partial(decodes, batch, 1, GREEDY))
+
+
+def _divided(shape: LoadShape, by: int) -> LoadShape:
+    """Return a load with fewer streams and tokens, for a rehearsal."""
+    return LoadShape(
+        -(-shape.streams // by),
+        -(-shape.input_tokens // by),
+        -(-shape.output_tokens // by),
+        -(-shape.prefix_tokens // by),
+        shape.per_stream,
+    )
 
 
 def _of_floor(least: float, seconds: float) -> dict[str, Any]:
@@ -897,5 +882,5 @@ def host_profile(steps: Steps, num_steps: int, num_functions: int = 12) -> dict[
 
 STAGES: dict[str, Callable[[Card], Iterator[Part]]] = {
     stage.__name__: stage
-    for stage in (versions, kernels, attention, graphs, sampler, overlap, speed, host)
+    for stage in (versions, kernels, attention, graphs, sampler, overlap, models, speed, host)
 }

@@ -12,6 +12,7 @@ last line is JSON. docs/gpu.md says what the columns mean.
 import asyncio
 import json
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -24,8 +25,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
-from harness import Args, Opt, Program
+from harness import Args, LoadShape, Opt, Program, percentile
 from make_model import SHAPES, _write_tokenizer
 from steps import Shapes
 
@@ -85,9 +87,10 @@ class Size(NamedTuple):
     num_requests: int = 1024
     input_tokens: int = 512
     output_tokens: int = 128
+    of_loads: int = 1  # W1 to W5 have their streams and tokens divided by it
 
 
-REHEARSAL = Size((1, 4), 40, 100, (3, 20), 12, 4, 8, 20, 6)
+REHEARSAL = Size((1, 4), 40, 100, (3, 20), 12, 4, 8, 20, 6, 32)
 
 
 class Ceilings(NamedTuple):
@@ -305,6 +308,25 @@ def measure_peer(module: Any, size: Size, vocab_size: int) -> dict[str, Any]:
     }
 
 
+class Lent:
+    """An executor that a runner does not close, as it goes on when the runner has ended."""
+
+    def __init__(self, executor: StepExecutor) -> None:
+        self._executor = executor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def close(self) -> None:
+        """Keep the executor."""
+
+
+def lend(executor: StepExecutor) -> OverlappedRunner:
+    """Return a runner of `executor`, which the caller attaches again to go on."""
+    lent: Any = Lent(executor)
+    return OverlappedRunner(lambda: lent)
+
+
 async def measure_server(
     executor: StepExecutor, config: EngineConfig, size: Size, vocab_size: int
 ) -> dict[str, Any]:
@@ -312,9 +334,8 @@ async def measure_server(
     from aioserve.server.app import listening
     from aioserve.server.sockets import bind
 
-    runner = OverlappedRunner(lambda: executor)
     async with (
-        AsyncEngine(config, runner=runner) as engine,
+        AsyncEngine(config, runner=lend(executor)) as engine,
         listening(engine, bind("127.0.0.1", 0)) as url,
     ):
         process = await asyncio.create_subprocess_exec(
@@ -329,6 +350,54 @@ async def measure_server(
         out, _ = await process.communicate()
     result: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
     return result
+
+
+async def measure_load(
+    loaded: "Loaded", shape: LoadShape, params: SamplingParams
+) -> dict[str, float]:
+    """Send a closed loop to an engine in this process, as token ids and without HTTP, behind a
+    warm-up of one request of each stream.
+    """
+    executor, vocab_size = loaded.executor, loaded.vocab_size
+    rng, names = random.Random(0), list[str]()
+    ttfts, gaps = list[float](), list[float]()
+    params = msgspec.structs.replace(params, max_tokens=shape.output_tokens, detokenize=False)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(vocab_size) for _ in range(count)]
+
+    async with AsyncEngine(loaded.config, runner=lend(executor)) as engine:
+
+        async def stream(prefix: list[int], count: int) -> None:
+            for _ in range(count):
+                names.append(f"request {len(names)}")
+                spans, last = ttfts, time.perf_counter()
+                prompt = prefix + tokens(shape.input_tokens)
+                async for output in engine.generate(prompt, params, request_id=names[-1]):
+                    if output.token_ids:
+                        now = time.perf_counter()
+                        spans.append(now - last)
+                        spans, last = gaps, now
+
+        async def streams(count: int) -> float:
+            prefix = tokens(shape.prefix_tokens)
+            ttfts.clear()
+            gaps.clear()
+            began = time.perf_counter()
+            await asyncio.gather(*(stream(prefix, count) for _ in range(shape.streams)))
+            return time.perf_counter() - began
+
+        await streams(1)
+        seconds = await streams(shape.per_stream)
+    executor.attach()  # this thread is the one that launches again
+    none = CachedRequestData([], [], {})
+    executor.launch(SchedulerOutput(0, [], none, {}, 0, [], names))  # whoever has not left
+    return {
+        "tokens/s": shape.streams * shape.per_stream * shape.output_tokens / seconds,
+        "TTFT p50 ms": 1e3 * percentile(ttfts, 50),
+        "gap p50 ms": 1e3 * percentile(gaps, 50),
+        "gap p99 ms": 1e3 * percentile(gaps, 99),
+    }
 
 
 class Loaded(NamedTuple):

@@ -423,6 +423,32 @@ def resident_mib(pids: set[int]) -> float:
 # Loads.
 
 
+class LoadShape(NamedTuple):
+    """A closed loop: how many streams, and the tokens in and out of each."""
+
+    streams: int
+    input_tokens: int
+    output_tokens: int
+    prefix_tokens: int = 0  # before the input, the same for all
+    per_stream: int = 2  # requests, one after the other
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        prefix = f"{self.prefix_tokens} shared + " if self.prefix_tokens else ""
+        return f"{self.streams} streams, {prefix}{self.input_tokens} in / {self.output_tokens} out"
+
+
+LOADS = {
+    "W1": LoadShape(1, 128, 128, per_stream=4),
+    "W2": LoadShape(16, 256, 128),
+    "W3": LoadShape(4, 2048, 16),
+    "W4": LoadShape(8, 64, 32, prefix_tokens=1024),
+    "W5": LoadShape(64, 128, 64),
+    "W6": LoadShape(256, 16, 128),  # meant for a model of 2 million parameters
+}
+
+
 class Stream(asyncio.Protocol):
     """One request on a connection of its own: only counts what comes until the last of it."""
 

@@ -23,12 +23,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from build_peers import Peer, servers
 from harness import (
+    LOADS,
     ROOT,
     Args,
+    LoadShape,
     Opt,
     Program,
     Server,
@@ -62,33 +64,7 @@ FOLDER = ROOT / "build" / "bench-peers"
 PER_STREAM = {"W1": 3, "W2": 1, "W3": 1, "W4": 2, "W5": 1}
 ON_DEMAND = {"ik_llama-Q8_0", "ik_llama-Q4_0", "openvino-Q8_0"}  # measured if they are named
 WARM_UP_SEED = 1
-
-
-class Shape(NamedTuple):
-    """A closed loop: how many streams, and the tokens in and out of each."""
-
-    streams: int
-    input_tokens: int
-    output_tokens: int
-    prefix_tokens: int = 0  # before the input, the same for all
-    per_stream: int = 2  # requests, one after the other
-
-    @property
-    def words(self) -> str:
-        """For people."""
-        prefix = f"{self.prefix_tokens} shared + " if self.prefix_tokens else ""
-        return f"{self.streams} streams, {prefix}{self.input_tokens} in / {self.output_tokens} out"
-
-
-WARM_UP = Shape(64, 32, 8, per_stream=1)
-LOADS = {
-    "W1": Shape(1, 128, 128, per_stream=4),
-    "W2": Shape(16, 256, 128),
-    "W3": Shape(4, 2048, 16),
-    "W4": Shape(8, 64, 32, prefix_tokens=1024),
-    "W5": Shape(64, 128, 64),
-    "W6": Shape(256, 16, 128),  # meant for a model of 2 million parameters
-}
+WARM_UP = LoadShape(64, 32, 8, per_stream=1)
 COLUMNS: dict[str, Callable[[Document], float]] = {
     "tokens/s": lambda d: d["totals"]["output_tokens_per_second"],
     "TTFT p50 ms": lambda d: 1e3 * d["durations"]["ttft"]["p50"],
@@ -99,7 +75,7 @@ COLUMNS: dict[str, Callable[[Document], float]] = {
 RATE = COLUMNS["tokens/s"]
 
 
-def run(url: str, shape: Shape, seed: int, max_seconds: float, warm_up: bool) -> Document:
+def run(url: str, shape: LoadShape, seed: int, max_seconds: float, warm_up: bool) -> Document:
     """One load on one server."""
     kind = ClientClass(
         name="bench",

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import psutil
-from harness import Args, Opt, Program, Table, process, ratio, serving, turns
+from harness import Args, LoadShape, Opt, Program, Table, process, ratio, serving, turns
 from make_model import SHAPES, model_path
-from peers import COLUMNS, RATE, Shape, run
+from peers import COLUMNS, RATE, run
 
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig
@@ -76,7 +76,7 @@ def compare(rounds: list[dict[str, float]], others: list[str]) -> dict[str, floa
 def neighbours(args: Args) -> tuple[dict[str, Any], int]:
     """A number of threads that the server chooses, beside fixed ones."""
     most = math.ceil(args.seconds * 40)  # requests of a stream: more than it can have
-    shape = Shape(args.streams, args.input_tokens, args.output_tokens, per_stream=most)
+    shape = LoadShape(args.streams, args.input_tokens, args.output_tokens, per_stream=most)
     names = [*args.threads, CHOOSES]
     found: dict[str, list[dict[str, Document]]] = {ALONE: [], BESIDE: []}
     seed = random.randrange(1 << 40)

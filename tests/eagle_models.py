@@ -21,10 +21,11 @@ def make_head(
     target: int = TARGET,
     layers: Sequence[int] = LAYERS,
     vocab_size: int = VOCAB,
+    dim: int = DIM,
     **changes: Any,
 ) -> Path:
     """A checkpoint as they are published, for a model of hidden size `target`, whose states behind
-    `layers` it reads; `changes` are fields of its config.json.
+    `layers` it reads; `dim` is the size of its heads, `changes` are fields of its config.json.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -35,10 +36,10 @@ def make_head(
         "fc.weight": weight(target, 3 * target),
         "norm.weight": 1 + 0.1 * weight(target),
         "lm_head.weight": 3 * weight(KNOWN, target),
-        "midlayer.self_attn.q_proj.weight": 2 * weight(HEADS * DIM, 2 * target),
-        "midlayer.self_attn.k_proj.weight": 2 * weight(KV_HEADS * DIM, 2 * target),
-        "midlayer.self_attn.v_proj.weight": weight(KV_HEADS * DIM, 2 * target),
-        "midlayer.self_attn.o_proj.weight": weight(target, HEADS * DIM),
+        "midlayer.self_attn.q_proj.weight": 2 * weight(HEADS * dim, 2 * target),
+        "midlayer.self_attn.k_proj.weight": 2 * weight(KV_HEADS * dim, 2 * target),
+        "midlayer.self_attn.v_proj.weight": weight(KV_HEADS * dim, 2 * target),
+        "midlayer.self_attn.o_proj.weight": weight(target, HEADS * dim),
         "midlayer.mlp.gate_proj.weight": weight(INNER, target),
         "midlayer.mlp.up_proj.weight": weight(INNER, target),
         "midlayer.mlp.down_proj.weight": weight(target, INNER),
@@ -55,7 +56,7 @@ def make_head(
         "intermediate_size": INNER,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
-        "head_dim": DIM,
+        "head_dim": dim,
         "num_hidden_layers": 1,
         "vocab_size": vocab_size,
         "draft_vocab_size": KNOWN - 20,

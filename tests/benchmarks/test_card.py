@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from card import RESULTS, STAGES, STAND_IN, Found, chosen, markdown, read_results, run_stages, table
@@ -34,6 +35,7 @@ def test_all_stages_pass_on_a_sound_stand_in(tmp_path: Path) -> None:
     assert "Card, date, versions: a fake device, " in block
     assert "| overlap | passed | 3 of 3 |  |" in block
     assert "| speed | decode 4, sampled | ms " in block
+    assert "| speed | W5, sampled | tokens/s " in block
 
 
 def test_a_crash_of_the_process_costs_the_part_in_which_it_happens(tmp_path: Path) -> None:
@@ -68,6 +70,8 @@ FAULTS = [
     ("sampler", "WithoutTopP", "top-p", "draws are outside of top-p"),
     ("overlap", "UnguardedPlan", "depth 2, with graphs", "copies of this buffer are still queued"),
     ("overlap", "WrongPages", "log probabilities", "wrong numbers: log probabilities are off by "),
+    ("overlap", "RacingPlan", "log probabilities", "wrong numbers: log probabilities are off by "),
+    ("models", "EndlessWindows", "windows", "wrong numbers: log probabilities are off by "),
     ("speed", "LittleMemory", "decode 4", "OutOfMemoryError: CUDA out of memory. Tried to alloc"),
     ("speed", "WithoutGraphs", "load", "it works, but warns: decode steps run without CUDA graphs"),
     ("host", "WaitingLaunch", "waiting", "RuntimeError: called a synchronizing CUDA operation"),
@@ -99,16 +103,33 @@ def test_the_hosts_time_is_told_with_a_card_that_does_nothing(tmp_path: Path) ->
 @pytest.mark.slow
 def test_kernels_of_every_model_of_the_stages_are_among_the_kinds() -> None:
     """Else a stage would compile, or take plain torch, where kernels are packed."""
-    from card_stages import HOST_SHAPE, KINDS, OVERLAP_SHAPE, REAL, Kind
+    import torch
+    from card_models import CASES
+    from card_stages import FP8, HOST_SHAPE, KINDS, OVERLAP_SHAPE, REAL
     from gpu import GPU_SHAPES
 
-    def kernel(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[int, bool]:
-        return head_dim, num_heads // num_kv_heads >= 4
+    def kernel(
+        fields: Any, window: Any = None, softcap: Any = None, kv_dtype: Any = torch.bfloat16
+    ) -> tuple[Any, ...]:
+        group = fields["num_attention_heads"] // fields["num_key_value_heads"]
+        return fields["head_dim"], group >= 4, bool(window), bool(softcap), kv_dtype
 
-    plain = {kernel(*kind[:3]) for kind in KINDS if kind == Kind(*kind[:3])}
+    packed = set()
+    for kind in KINDS:
+        if kind.has_sinks or kind.rope_dim:
+            continue  # which none of these models have
+        names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+        fields = dict(zip(names, (kind.num_heads, kind.num_kv_heads, kind.head_dim), strict=True))
+        packed.add(kernel(fields, kind.window, kind.softcap, kind.kv_dtype))
     for shape in (OVERLAP_SHAPE, GPU_SHAPES[REAL.shape], GPU_SHAPES[HOST_SHAPE]):
-        heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-        assert kernel(*heads, shape["head_dim"]) in plain
+        assert kernel(shape) in packed
+    for case in CASES:
+        window, softcap = (
+            case.fields.get(name) for name in ("sliding_window", "attn_logit_softcapping")
+        )
+        kv_dtype = FP8 if case.kv_cache_dtype == "fp8" else torch.bfloat16
+        for own in {window, None}:  # such a model has full layers besides
+            assert kernel(case.fields, own, softcap, kv_dtype) in packed
 
 
 def test_every_stage_has_a_planted_fault() -> None:

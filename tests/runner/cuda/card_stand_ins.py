@@ -242,6 +242,36 @@ class UnguardedPlan(StandIn):
         flashinfer_attention.FlashInferAttention.begin = unguarded  # type: ignore[method-assign]
 
 
+class RacingPlan(UnguardedPlan):
+    """An unguarded plan on a device that, as a card, does not notice: a replayed step runs with
+    what lies in the pinned buffer of its wrapper when the copy from it gets there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        guarded = fake_flashinfer._Wrapper._plan
+
+        def racing(
+            self: Any, host: dict[str, Tensor], indices: Tensor, page_size: int, **settings: Any
+        ) -> None:
+            if not getattr(self, "_fixed_size", 0):
+                guarded(self, host, indices, page_size, **settings)
+                return
+            self._module.num_plans += 1
+            self._late = {name: tensor.clone() for name, tensor in host.items()}
+            self._late |= {"page_size": page_size, **settings}
+            begin = indices.storage_offset()
+            size = indices.untyped_storage().nbytes() // indices.element_size() - begin
+            pages = torch.as_strided(indices, (size,), (1,), begin)  # all that a graph may read
+
+            def arrive() -> None:
+                self._state = {**self._late, "indices": pages.clone()}
+
+            self._module.device.put(arrive)
+
+        fake_flashinfer._Wrapper._plan = racing  # type: ignore[method-assign]
+
+
 class WrongPages(StandIn):
     """Decodes from CUDA graphs read the first page of a request in place of its last one."""
 
@@ -287,6 +317,19 @@ class WithoutGraphs(StandIn):
     @cached_property
     def device(self) -> FakeDevice:
         return RefusingDevice(eagerness=0.1)
+
+
+class EndlessWindows(StandIn):
+    """Layers with a window see everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        plan = fake_flashinfer._Wrapper._plan
+
+        def endless(self: Any, *args: Any, **settings: Any) -> None:
+            plan(self, *args, **(settings | {"window_left": -1}))
+
+        fake_flashinfer._Wrapper._plan = endless  # type: ignore[method-assign]
 
 
 class WaitingLaunch(StandIn):
