@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -282,15 +283,15 @@ class SamplingInputs:
 
     def take(self, places: IntArray | npt.NDArray[np.bool_]) -> "SamplingInputs":
         """Return the columns of some of the rows; edits are left behind."""
-        return SamplingInputs(
-            self.num_tokens[places], {}, *[getattr(self, name)[places] for name in COLUMNS]
-        )
+        columns = [numbers[places] for numbers in _columns_of(self)]
+        return SamplingInputs(self.num_tokens[places], {}, *columns)
 
 
 #: By field of `SamplingInputs`, in their order.
 COLUMNS: dict[str, Column] = {
     each.name: each.metadata["column"] for each in fields(SamplingInputs) if each.metadata
 }
+_columns_of = attrgetter(*COLUMNS)
 
 
 class SamplingColumns(BatchPart[LogitsEdits]):
@@ -300,13 +301,14 @@ class SamplingColumns(BatchPart[LogitsEdits]):
         super().__init__()
         self._vocab_size = vocab_size
         all_rows = SamplingInputs.neutral(num_rows)
-        self._columns: list[npt.NDArray[Any]] = [getattr(all_rows, name) for name in COLUMNS]
-        self._values = [column.value for column in COLUMNS.values()]
+        self._columns: tuple[npt.NDArray[Any], ...] = _columns_of(all_rows)
+        values = (column.value for column in COLUMNS.values())
+        self._set = tuple(zip(self._columns, values, strict=True))
 
     def set(self, row: int, request: NewRequestData) -> None:
-        params = request.sampling_params
-        for numbers, value in zip(self._columns, self._values, strict=True):
-            numbers[row] = value(params, self._vocab_size)
+        params, vocab_size = request.sampling_params, self._vocab_size
+        for numbers, value in self._set:
+            numbers[row] = value(params, vocab_size)
         if LogitsEdits.needed(params):
             self.rows[row] = LogitsEdits(
                 params,
