@@ -30,7 +30,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     FLAGS["avx512"] = [*FLAGS["avx2"], *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")]
     FLAGS["avx512_vnni"] = [*FLAGS["avx512"], "-mavx512vnni"]
     FLAGS["avx512_bf16"] = [*FLAGS["avx512_vnni"], "-mavx512bf16"]
-    FLAGS["amx_bf16"] = [*FLAGS["avx512_bf16"], *("-mamx-tile", "-mamx-bf16")]
+    FLAGS["amx_bf16"] = [*FLAGS["avx512_bf16"], *("-mamx-tile", "-mamx-bf16", "-mamx-int8")]
 
 # A library of other sources is not loaded: aioserve/kernels/library.py makes the same digest.
 DIGEST = hashlib.sha256(

@@ -20,7 +20,8 @@ bfloat16. Six layers' matrices of SmolLM2-135M, one thread; the least processor 
 heads, 3 KV heads of 64), shuffled blocks of 16 tokens. Layers take turns, so that no cache holds a
 layer's K and V from one turn to the next. GB/s is K and V read once, against the bandwidth of a
 plain sum over memory; GFLOP/s counts the products that causal attention needs. Medians. `--int8`
-compares a cache of int8 with one of the compute type: the least processor time of each.
+compares a cache of int8 with one of the compute type, with its codes as floats and in products of
+bytes (`--activations int8`): the least processor time of each.
 
 The last line is JSON.
 """
@@ -69,6 +70,7 @@ CASES = {  # rows, new tokens of each, context of each
     "decode 256 at 64": (256, 1, 64),
     "chunk 128 at 2048": (1, 128, 2048),
     "prefill 512": (1, 512, 512),
+    "chunk 512 at 8192": (1, 512, 8192),
     "prefill 2048": (1, 2048, 2048),
 }
 
@@ -240,9 +242,13 @@ class Layers:
             self._backend.forward(layer, self._query, self._key, self._value, options)
 
 
-def make_backend(name: str) -> Callable[[KVCacheSpec, int, int], AttentionBackend]:
+def make_backend(
+    name: str, *, in_bytes: bool = False
+) -> Callable[[KVCacheSpec, int, int], AttentionBackend]:
     """What makes the backend of a variant of the kernels, or of torch."""
-    return TorchPagedAttention if name == "torch" else partial(CompiledAttention, Kernels(name))
+    if name == "torch":
+        return TorchPagedAttention
+    return partial(CompiledAttention, Kernels(name), in_bytes=in_bytes)
 
 
 @program.command(
@@ -262,14 +268,20 @@ def attention(args: Args) -> dict[str, Any]:
     best = usable_variants()[:1]
     heads = {"case": "<20", "backend": "12", "ms": "9.3f"}
     if args.int8:
-        table = Table({**heads, "int8, ms": "10.3f", "ratio": "8.2f", "bytes": "8.2f"})
+        ways = ("int8 cache", "products of bytes", "memory")
+        table = Table({**heads, **{way: f"{len(way) + 2}.2f" for way in ways}})
         for case in args.cases:
             for name in args.backends or best:
-                both = [Layers(make_backend(name), case, dtype, kv) for kv in (dtype, torch.int8)]
-                seconds = by_turns(dict(enumerate(layers.run for layers in both)), args.turns)
-                plain, int8 = (1e3 * min(own) for own in seconds.values())
-                row = {"ms": plain, "int8, ms": int8, "ratio": int8 / plain}
-                row["bytes"] = both[1].bytes / both[0].bytes
+                plain = Layers(make_backend(name), case, dtype, dtype)
+                others = {"int8 cache": Layers(make_backend(name), case, dtype, torch.int8)}
+                row: dict[str, float] = {"memory": others["int8 cache"].bytes / plain.bytes}
+                if name != "torch":
+                    make = make_backend(name, in_bytes=True)
+                    others["products of bytes"] = Layers(make, case, dtype, torch.int8)
+                runs = {way: own.run for way, own in others.items()} | {"plain": plain.run}
+                least = {way: min(own) for way, own in by_turns(runs, args.turns).items()}
+                row |= {way: least[way] / least["plain"] for way in others}
+                row["ms"] = 1e3 * least["plain"]
                 table.add({"case": case, "backend": name, **row})
         return {"dtype": args.dtype, "rows": table.rows}
     data = torch.ones(128 << 20)

@@ -2,6 +2,7 @@
 
     python benchmarks/model_steps.py experts qwen3-moe     # or mixtral, gpt-oss, or a directory
     python benchmarks/model_steps.py quantized 135m [--activations int8]    # or 0.6b, 2m, ...
+    python benchmarks/model_steps.py attention 135m [--quantization int4] [--cpu-time]
     python benchmarks/model_steps.py adapters [--rows 16] [--adapters 4] [--rank 16] [--threads 1]
     python benchmarks/model_steps.py states [--models lfm2 mamba] [--against ../other-checkout]
     python benchmarks/model_steps.py quantized-states
@@ -12,6 +13,10 @@ experts that its tokens are likely to take, if all are as likely.
 
 `quantized`: steps with quantized weights beside the same model in bfloat16; the lower quartile of
 their steps counts. Weights come from memory, unlike in `kernels.py quantized`.
+
+`attention`: steps at long contexts with int8 activations, by the cache: that of bfloat16, whose
+attention is in bfloat16, and that of int8, whose attention multiplies bytes; beside both the int8
+cache with exact activations. `memory` is the floor by bytes alone: weights and K and V, read once.
 
 `adapters`: decodes of some adapters beside as many of none, in one batch; CPU time of all threads.
 The floor is what the adapters' weights add to the bytes that a step reads.
@@ -195,6 +200,70 @@ def quantized(args: Args) -> dict[str, Any]:
     for bench in benches.values():
         bench.runner.close()
     return {**about, "activations": args.activations, "steps": table.rows}
+
+
+# Attention by the type of the cache.
+
+
+LONG_CASES = (
+    *(Case(decodes, context) for context in (2048, 8192) for decodes in (1, 4, 16)),
+    *(Case(0, 0, prompt) for prompt in (2048, 8192)),
+)
+#: Of `--kv-cache-dtype` and `--activations`.
+CACHES = {"plain": ("auto", "int8"), "exact": ("int8", None), "int8": ("int8", "int8")}
+
+
+@program.command(
+    "attention",
+    MODEL,
+    threads=THREADS,
+    quantization=Opt("int8", "of the weights", ["int4", "int8"]),
+    cases=Opt(str, "names as printed, with commas between; default: all"),
+    cpu_time=CPU_TIME,
+    rounds=8,
+    chunk=Opt(2048, "prompt tokens in one step"),
+)
+def attention(args: Args) -> dict[str, Any]:
+    """Steps at long contexts, with caches of bfloat16 and of int8."""
+    threads, clock = clock_of(args)
+    cases = chosen(LONG_CASES, args.cases)
+    path = model_path(args.model)
+    config = ModelInfo(ModelConfig(model=str(path))).hf_config
+    shapes = Shapes.of(config, torch.bfloat16)
+    inner_bytes = 0.5625 if args.quantization == "int4" else 1.0625
+    weights = sum(map(math.prod, shapes.products)) * inner_bytes + math.prod(shapes.head) * 1.0625
+    kv_bytes = shapes.kv_bytes_per_token
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    int8_bytes = kv_bytes * (head_dim + 4) // (2 * head_dim)
+    benches = {
+        name: StepBench(
+            path,
+            threads=threads,
+            dtype="bfloat16",
+            quantization=args.quantization,
+            activations=activations,
+            kv_cache_dtype=kv_cache_dtype,
+            num_kv_tokens=max(case.num_kv_tokens for case in cases),
+            kv_bytes_per_token=kv_bytes if name == "plain" else int8_bytes,
+        )
+        for name, (kv_cache_dtype, activations) in CACHES.items()
+    }
+    about = {"model": args.model, "kernels": load_kernels().variant, "threads": threads}
+    print(", ".join(f"{name} {value}" for name, value in about.items()), args.quantization)
+    columns = {"bfloat16, ms": "14.2f", "int8 cache": "12.2f", "int8 attention": "16.2f"}
+    table = Table({"step": "<24", **columns, "memory": "8.2f"})
+    for case in cases:
+        found = steps_by_turns(benches, case, args.chunk, args.rounds, clock)
+        plain, exact, int8 = (min(found[way]) for way in CACHES)
+        row = {"bfloat16, ms": 1e3 * plain, "int8 cache": exact / plain}
+        row["int8 attention"] = int8 / plain
+        if case.decodes:
+            tokens = case.decodes * case.context
+            row["memory"] = (weights + tokens * int8_bytes) / (weights + tokens * kv_bytes)
+        table.add({"step": case.name, **row})
+    for bench in benches.values():
+        bench.runner.close()
+    return {**about, "quantization": args.quantization, "steps": table.rows}
 
 
 # Adapters.

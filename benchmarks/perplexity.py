@@ -4,6 +4,7 @@
     python benchmarks/perplexity.py TEXT --model smollm2 --types bfloat16 int8 int4 Q4_1
     python benchmarks/perplexity.py TEXT --model smollm2 --kv-cache       # auto and int8
     python benchmarks/perplexity.py TEXT --model smollm2 --activations    # exact and int8
+    python benchmarks/perplexity.py TEXT --model smollm2 --activations --kv-cache    # and both
     python benchmarks/perplexity.py TEXT --model FILE.gguf --beside-llama-cpp
     python benchmarks/perplexity.py [TEXT] --model smollm2 --logits [--prompts 200]
 
@@ -11,9 +12,10 @@ Weights are rounded to a type and unpacked again, and `transformers` computes in
 are types, not kernels. `int4/64` is int4 in groups of 64 inputs. `stored` is what the model has on
 disk; a file shows a type that nobody here writes (Q4_K, Q5_K, Q6_K). With `--kv-cache` weights stay
 as they are and our own engine reads the windows, by `prompt_logprobs`, with each type of K and V;
-with `--activations`, with activations as they are and quantized to int8. Then it also counts the
-tokens at which the first choice is the same, and those of greedy replies up to the first that
-differs, after each window's first half.
+with `--activations`, with activations as they are and quantized to int8; with both options, each
+way of one with each of the other, of which the last also multiplies bytes in attention. With
+`--activations` it also counts the tokens at which the first choice is the same, and those of greedy
+replies up to the first that differs, after each window's first half.
 
 With `--logits`, pieces of TEXT are prompts. A reference in float32 continues each greedily; then
 the model in bfloat16 reads prompt and reply, once with its logits rounded to bfloat16 and once as
@@ -123,23 +125,27 @@ def by_kv_cache(args: Args, windows: Tensor) -> dict[str, float]:
 def by_activations(args: Args, windows: Tensor) -> dict[str, float]:
     """Perplexities with exact activations and those of int8, and how often both choose the same."""
     found: dict[str, Served] = {}
-    kinds: tuple[Literal["int8"] | None, ...] = (None, "int8")
-    for kind in kinds:
+    kinds: list[tuple[str, Literal["int8"] | None, Literal["auto", "int8"]]]
+    kinds = [("exact", None, "auto"), ("int8", "int8", "auto")]
+    if args.kv_cache:
+        kinds += [("exact, int8 K and V", None, "int8"), ("int8, int8 K and V", "int8", "int8")]
+    for name, activations, kv_cache_dtype in kinds:
         model = ModelConfig(
             model=args.model,
             dtype=args.dtype,
             quantization=args.quantization,
-            activations=kind,
+            activations=activations,
         )
-        config = EngineConfig(model=model, cache=CacheConfig(enable_prefix_caching=False))
-        found[kind or "exact"] = asyncio.run(served(config, windows, REPLY_TOKENS))
-    exact, int8 = found["exact"], found["int8"]
+        cache = CacheConfig(enable_prefix_caching=False, kv_cache_dtype=kv_cache_dtype)
+        config = EngineConfig(model=model, cache=cache)
+        found[name] = asyncio.run(served(config, windows, REPLY_TOKENS))
+    exact, int8 = found["exact"], found[kinds[-1][0]]
     first = windows.shape[1] // 2 + 1 if args.beside_llama_cpp else 1
     values = {kind: own.perplexity(first) for kind, own in found.items()}
     if args.beside_llama_cpp:
         values["llama.cpp"] = by_llama_cpp(args, windows)
     for name, value in values.items():
-        print(f"{name:10} {value:10.3f} {value / values['exact'] - 1:+10.2%}")
+        print(f"{name:20} {value:10.3f} {value / values['exact'] - 1:+10.2%}")
     same = sum(map(operator.eq, exact.choices, int8.choices)) / len(exact.choices)
     prefixes = [
         sum(itertools.takewhile(bool, map(operator.eq, own, other)))
@@ -292,10 +298,10 @@ def main(args: Args) -> dict[str, Any]:
     ids = ids[: args.tokens] if args.beside_llama_cpp else ids[-args.tokens :]
     windows = torch.tensor(ids[: len(ids) // args.length * args.length]).view(-1, args.length)
     print(f"{windows.numel():,} tokens")
-    if args.kv_cache:
-        return {"served": by_kv_cache(args, windows)}
     if args.activations or args.beside_llama_cpp:
         return {"served": by_activations(args, windows)}
+    if args.kv_cache:
+        return {"served": by_kv_cache(args, windows)}
     return by_types(args, info, windows)
 
 

@@ -245,6 +245,7 @@ class StepBench:
         fused: bool = True,
         quantization: Any = None,
         activations: Any = None,
+        kv_cache_dtype: Any = "auto",
         num_kv_tokens: int,
         kv_bytes_per_token: int,
     ) -> None:
@@ -256,7 +257,11 @@ class StepBench:
                 quantization=quantization,
                 activations=activations,
             ),
-            cache=CacheConfig(num_kv_blocks=-(-num_kv_tokens // BLOCK_SIZE), block_size=BLOCK_SIZE),
+            cache=CacheConfig(
+                num_kv_blocks=-(-num_kv_tokens // BLOCK_SIZE),
+                block_size=BLOCK_SIZE,
+                kv_cache_dtype=kv_cache_dtype,
+            ),
             scheduler=SchedulerConfig(max_num_seqs=128),
             runner=RunnerConfig(threads=threads),
         )

@@ -75,8 +75,9 @@ class QuantizationConfig(Section, frozen=True, kw_only=True):
     activations: Annotated[
         Literal["int8"] | None,
         doc(
-            "quantize activations to int8 in products with quantized weights: faster, but "
-            "replies may differ (CPU kernels only; default: activations are exact)"
+            "quantize activations to int8 in products with quantized weights and, with "
+            "--kv-cache-dtype int8, in attention: faster, but replies may differ (CPU kernels "
+            "only; default: activations are exact)"
         ),
     ] = None
 

@@ -102,6 +102,7 @@ class Kernels:
         attention = (_P, _I, _I, *[_P] * 4, _I, _P, _P, *[_I] * 6, _F, _I, _F, _P, _P)
         self._paged_attention = that_allocates("paged_attention", *attention)
         self._paged_attention_int8 = that_allocates("paged_attention_int8", *attention)
+        self._paged_attention_bytes = that_allocates("paged_attention_bytes", *attention)
         self._route = that_allocates("route", _P, _P, _P, _P, _I)
         self._mix = that_allocates("mix", *[_P] * 5, _I)
         self._linear = that_allocates("linear", _P, _P, _P, _I)
@@ -295,6 +296,7 @@ class Kernels:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         ends: Tensor | None = None,
+        in_bytes: bool = False,
     ) -> None:
         """Attention of the last tokens of R rows to all of their past, which is in the cache.
 
@@ -305,12 +307,17 @@ class Kernels:
         int64 [T], up to `seq_lens`: behind the last position that a token sees, if not its own;
         never less than for the token before it in its row. A token's result does not depend on the
         other rows or on the number of threads.
+
+        `in_bytes`, of int8 caches: queries are rounded to int8, with one scale per token and head,
+        and weights, times the scales of their values, to 8 bits, with one scale per 32 positions;
+        products are exact sums of whole numbers.
         """
         _, num_heads, key_dim = query.shape
         token_stride, head_stride, _ = query.stride()
         _, num_kv_heads, block_size, _ = value_cache.shape
-        is_int8 = key_cache.dtype is torch.int8
-        by_dtype = self._paged_attention_int8 if is_int8 else self._paged_attention
+        by_dtype = self._paged_attention
+        if key_cache.dtype is torch.int8:
+            by_dtype = self._paged_attention_bytes if in_bytes else self._paged_attention_int8
         by_dtype[query.dtype](
             query.data_ptr(),
             token_stride,

@@ -95,7 +95,7 @@ _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = {*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _AVX512_BF16 = {*_AVX512, "avx512_bf16", "avx512_vnni"}
 VARIANTS = {
-    "amx_bf16": {*_AVX512_BF16, "amx_bf16"},
+    "amx_bf16": {*_AVX512_BF16, "amx_bf16", "amx_int8"},
     "avx512_bf16": _AVX512_BF16,
     "avx512_vnni": {*_AVX512, "avx512_vnni"},
     "avx512": _AVX512,

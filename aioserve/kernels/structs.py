@@ -92,7 +92,7 @@ class LayerStruct(ctypes.Structure):
         *((name, _P) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
         *((name, _P) for name in ("cos_sin", "sinks", "key_cache", "value_cache")),
         *((name, _I) for name in ("q_heads", "kv_heads", "head_dim", "block_size")),
-        *((name, _I) for name in ("window", "in_windows", "is_gelu", "is_int8")),
+        *((name, _I) for name in ("window", "in_windows", "is_gelu", "is_int8", "in_bytes")),
         *((name, _F) for name in ("input_eps", "post_eps", "head_eps", "scaling", "softcap")),
     )
 

@@ -453,6 +453,59 @@ static void attend(type t, type kept, const attention_case *c, const void *query
     free(scores);
 }
 
+// The same by products of whole numbers, of K and V as codes: a query is rounded to 8 bits, and so are
+// weights times the scales of their values, with one scale for 32 positions. Weights near a tie may be
+// rounded the other way: `slack` is what that may be worth.
+static void attend_rounded(type t, const attention_case *c, const void *query, int64_t at,
+                           double scaling, const void *keys, const void *values,
+                           const int32_t *blocks, int64_t head, int64_t first, int64_t end,
+                           const float *sinks, double *out, double *scale, double *slack) {
+    enum { TOGETHER = 32 };
+    int64_t kv_head = head / (c->heads / c->kv_heads);
+    double *weights = malloc((end - first) * sizeof *weights), top = -INFINITY, total = 0;
+    float most = 0, inverse;
+    for (int64_t d = 0; d < c->key_dim; d++) most = fmaxf(most, fabs(get(t, query, at + d)));
+    inverse = 127 / most;
+    for (int64_t k = first; k < end; k++) {
+        int64_t slot = (blocks[k / c->block_size] * c->kv_heads + kv_head) * c->block_size;
+        double key[512], score = 0;
+        decode_row((const char *)keys + (slot + k % c->block_size) * (c->key_dim + 4), c->key_dim, key);
+        for (int64_t d = 0; d < c->key_dim; d++)
+            score += rintf((float)get(t, query, at + d) * inverse) * key[d];
+        score *= most / 127. * scaling;
+        if (c->softcap > 0) score = c->softcap * tanh(score / c->softcap);
+        weights[k - first] = score;
+        top = score > top ? score : top;
+    }
+    if (sinks) top = sinks[head] > top ? sinks[head] : top, total = exp(sinks[head] - top);
+    for (int64_t k = first; k < end; k++) total += weights[k - first] = exp(weights[k - first] - top);
+    for (int64_t d = 0; d < c->value_dim; d++) out[d] = scale[d] = slack[d] = 0;
+    for (int64_t block = first / TOGETHER * TOGETHER; block < end; block += TOGETHER) {
+        const int64_t from = block < first ? first : block;
+        const int64_t to = block + TOGETHER < end ? block + TOGETHER : end;
+        const char *rows[TOGETHER];
+        float scales[TOGETHER];
+        double step = 0;
+        for (int64_t k = from; k < to; k++) {
+            int64_t slot = (blocks[k / c->block_size] * c->kv_heads + kv_head) * c->block_size;
+            rows[k - block] =
+                (const char *)values + (slot + k % c->block_size) * (c->value_dim + 4);
+            memcpy(scales + k - block, rows[k - block] + c->value_dim, sizeof *scales);
+            step = fmax(step, weights[k - first] * scales[k - block] / 255);
+        }
+        for (int64_t k = from; k < to; k++) {
+            const double steps = weights[k - first] * scales[k - block] / step;
+            const int is_near = fabs(steps - floor(steps) - 0.5) < 5e-3;
+            for (int64_t d = 0; d < c->value_dim; d++) {
+                const double v = (int8_t)rows[k - block][d] * step / total;
+                out[d] += rint(steps) * v, scale[d] += fabs(rint(steps) * v);
+                slack[d] += is_near * fabs(v);
+            }
+        }
+    }
+    free(weights);
+}
+
 // `count` rows of random numbers as codes, and as the numbers that they stand for.
 static void *random_codes(int64_t count, int64_t n, float **numbers) {
     char *codes = allocate(count * (n + 4));
@@ -468,9 +521,12 @@ static void *random_codes(int64_t count, int64_t n, float **numbers) {
     return codes - count * (n + 4);
 }
 
-static void check_attention(type t, int is_int8) {
-    attention_function *paged_attention =
-        function(is_int8 ? "paged_attention_int8" : "paged_attention", t);
+enum { AS_THEY_ARE, AS_CODES, BY_BYTES };  // K and V, and how they are multiplied
+
+static void check_attention(type t, int kind) {
+    const char *const names[] = {"paged_attention", "paged_attention_int8", "paged_attention_bytes"};
+    const int is_int8 = kind != AS_THEY_ARE;
+    attention_function *paged_attention = function(names[kind], t);
     if (!paged_attention) return;
     const attention_case cases[] = {
         {6, 2, 64, 64, 16, 0, 0, 0, 0}, {6, 2, 64, 64, 5, 100, 0, 0, 0}, {4, 4, 16, 16, 1, 0, 3, 0, 0},
@@ -483,8 +539,8 @@ static void check_attention(type t, int is_int8) {
     enum { ROWS = sizeof rows / sizeof *rows };
     for (unsigned i = 0; i < sizeof cases / sizeof *cases; i++) {
         const attention_case *c = cases + i;
-        begin("paged_attention_%s%s %d heads for %d of %d, %d; blocks of %d%s%s%s%s",
-              is_int8 ? "int8_" : "", SUFFIXES[t], (int)c->heads, (int)c->kv_heads, (int)c->key_dim, (int)c->value_dim,
+        begin("%s_%s %d heads for %d of %d, %d; blocks of %d%s%s%s%s", names[kind], SUFFIXES[t],
+              (int)c->heads, (int)c->kv_heads, (int)c->key_dim, (int)c->value_dim,
               (int)c->block_size, c->window > 0 ? ", window" : c->window ? ", chunks" : "",
               c->softcap > 0 ? ", soft cap" : "", c->has_sinks ? ", sinks" : "",
               c->has_images ? ", images" : "");
@@ -539,20 +595,25 @@ static void check_attention(type t, int is_int8) {
         for (int r = 0; r < ROWS; r++)
             for (int64_t token = 0; token < rows[r][0]; token++)
                 for (int64_t h = 0; h < c->heads; h++) {
-                    double expected[512], scale[512];
+                    double expected[512], scale[512], slack[512] = {0};
                     int64_t last = lengths[r] - rows[r][0] + token + 1;
                     int64_t first = c->window > 0 && last > c->window ? last - c->window : 0;
                     if (c->window < 0) first = (last - 1) / -c->window * -c->window;
-                    attend(t, is_int8 ? F32 : t, c, query,
-                           (starts[r] + token) * stride + h * c->key_dim, scaling,
+                    const int64_t place = (starts[r] + token) * stride + h * c->key_dim;
+                    if (kind == BY_BYTES)
+                        attend_rounded(t, c, query, place, scaling, keys, values,
+                                       table + r * width, h, first, ends[starts[r] + token],
+                                       c->has_sinks ? sinks : 0, expected, scale, slack);
+                    else attend(t, is_int8 ? F32 : t, c, query, place, scaling,
                            is_int8 ? numbers[0] : keys, is_int8 ? numbers[1] : values, table + r * width, h, first,
                            ends[starts[r] + token], c->has_sinks ? sinks : 0,
                            expected, scale);
                     for (int64_t d = 0; d < c->value_dim; d++) {
                         int64_t at = ((starts[r] + token) * c->heads + h) * c->value_dim + d;
                         // weights of keys may be rounded as the result is
-                        double rounding = t == BF16 ? ROUNDING[t] * scale[d] / SUMMING : 0;
-                        compare(t, "out", at, get(t, out, at), expected[d], scale[d] + rounding, 1);
+                        double more = t == BF16 ? ROUNDING[t] * scale[d] / SUMMING : 0;
+                        if (kind == BY_BYTES) more = 2 * scale[d] + slack[d] / SUMMING;
+                        compare(t, "out", at, get(t, out, at), expected[d], scale[d] + more, 1);
                     }
                 }
         end();
@@ -851,7 +912,7 @@ typedef struct {
     const void *input_norm, *post_norm, *q_norm, *k_norm;
     const float *cos_sin, *sinks;
     void *key_cache, *value_cache;
-    int64_t q_heads, kv_heads, head_dim, block_size, window, in_windows, is_gelu, is_int8;
+    int64_t q_heads, kv_heads, head_dim, block_size, window, in_windows, is_gelu, is_int8, in_bytes;
     float input_eps, post_eps, head_eps, scaling, softcap;
 } decoder_layer;
 
@@ -1204,8 +1265,9 @@ int main(int count, char **arguments) {
         check_gates(t);
         check_store(t);
         check_rope(t);
-        check_attention(t, 0);
-        check_attention(t, 1);
+        check_attention(t, AS_THEY_ARE);
+        check_attention(t, AS_CODES);
+        check_attention(t, BY_BYTES);
         check_linear(t);
         check_low_rank(t);
         check_blocks(t, 0);

@@ -47,7 +47,7 @@ def test_a_cpu_gets_no_instructions_that_it_lacks(monkeypatch: pytest.MonkeyPatc
         ({*avx512, "avx512_bf16"}, "avx512"),
         ({*avx512, "avx512_vnni"}, "avx512_vnni"),
         ({*avx512, "avx512_bf16", "avx512_vnni"}, "avx512_bf16"),
-        ({*avx512, "avx512_bf16", "avx512_vnni", "amx_bf16"}, "amx_bf16"),
+        ({*avx512, "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8"}, "amx_bf16"),
     ]:
         monkeypatch.setattr(library, "cpu_flags", lambda flags=flags: flags)
         assert usable_variants()[0] == best

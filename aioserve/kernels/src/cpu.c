@@ -32,6 +32,7 @@ static const struct {
     {"avx_vnni", 7, 1, EAX, 4, AVX},
     {"avx512_fp16", 7, 0, EDX, 23, AVX512},
     {"amx_bf16", 7, 0, EDX, 22, AMX},
+    {"amx_int8", 7, 0, EDX, 25, AMX},
 };
 
 static uint32_t saved_registers(void) {

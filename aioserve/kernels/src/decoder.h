@@ -16,6 +16,7 @@ typedef struct {
     int64_t window;  // 0: none
     int64_t in_windows;  // its caches have the slots and the table of such layers
     int64_t is_gelu, is_int8;  // the activation; the cache
+    int64_t in_bytes;          // attention by products of whole numbers, over a cache that is int8
     float input_eps, post_eps, head_eps, scaling;
     float softcap;  // 0: none
 } decoder_layer;
@@ -109,7 +110,9 @@ int NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, voi
                         layer->head_dim, layer->head_dim, layer->block_size, layer->is_int8,
                         layer->q_norm, layer->k_norm, layer->head_eps);
         if (is_last && !step->num_sampling) return status;
-        status |= (layer->is_int8 ? NAME(paged_attention_int8) : NAME(paged_attention))(
+        status |= (layer->in_bytes  ? NAME(paged_attention_bytes)
+                   : layer->is_int8 ? NAME(paged_attention_int8)
+                                    : NAME(paged_attention))(
             wide, layer->qkv.out, layer->head_dim, narrow, layer->key_cache, layer->value_cache,
             table, step->table_width, step->query_start_loc, step->seq_lens, step->rows,
             layer->q_heads, layer->kv_heads, layer->head_dim, layer->head_dim, layer->block_size,

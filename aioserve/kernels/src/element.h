@@ -16,6 +16,7 @@
 #define LOAD_K LOAD
 #define ROW(n) (n)
 #define OVER(name) NAME(name)
+#define UNIT 16
 #include "attention.h"
 #undef K
 #undef LOAD_K
@@ -28,10 +29,16 @@
 #define OVER(name) NAME(name##_int8)
 #include "attention.h"
 #undef CODES
-#undef K
 #undef LOAD_K
+#undef OVER
+#undef UNIT
+#define UNIT TOGETHER
+#define OVER(name) NAME(name##_bytes)
+#include "attention_bytes.h"
+#undef K
 #undef ROW
 #undef OVER
+#undef UNIT
 #include "low_rank.h"
 #include "experts.h"
 #include "decoder.h"

@@ -1,6 +1,7 @@
 // The kernels for all element types; built once per instruction set (see setup.py), called
 // through ctypes (see ../library.py). Knows no Python, no torch, and no OpenMP runtime of its own.
 #include "blocks.h"
+#include "byte_tiles.h"
 #include "codes.h"
 #include "plan.h"
 #include "states.h"

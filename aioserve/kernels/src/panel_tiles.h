@@ -3,21 +3,13 @@
 // A panel has 4 tiles side by side, each of 32 inputs (16 lines of pairs) and 16 outputs. Rows that
 // are no multiple of 16 end with a tile that overlaps the one before: the same sums made twice.
 #pragma once
+#include "tile_config.h"
 
 #define TILE_ROWS 32            // two tiles: one of weights is loaded for both
 #define BLOCK_NUMBERS (1 << 19)
 #define TILE_IN 32              // inputs of a tile
 #define PANEL_LINE (4 * PANEL)  // bytes of a pair of inputs in a panel
 #define STEP_LINES (TILE_IN / 2 * PANEL_LINE / LINE)  // to be fetched in a step
-
-// gcc's own instructions on tiles do not say that they read memory.
-#define IS_WRITTEN(p) __asm__ volatile("" ::"r"(p) : "memory")
-
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} tile_config;
 
 // Sums are tiles 0 to 3, rows 4 (and 5), weights (5,) 6 and 7.
 INLINE void begin_panels(int64_t rows) {

@@ -56,7 +56,7 @@ INLINE int OVER(foresee)(const attention *args, const item *work, int64_t tile, 
     const int64_t count = work->tile;
     for (; steps; steps--) {
         tile += work->tile;
-        if (tile >= work->end_key && after) work = after, after = 0, tile = first_tile(work);
+        if (tile >= work->end_key && after) work = after, after = 0, tile = work->start;
     }
     if (rows->work == work && rows->tile == tile) return 0;
     OVER(find_rows)(args, work, tile, larger(count, work->tile), zeros, rows);

@@ -7,7 +7,7 @@
 
 // Measured, on Zen 5 with heads of 64:
 #define TILE 128          // keys packed at a time: both packed tiles fit the first-level cache
-#define SMALL_TILE 32     // to twice as many where a row has few queries: memory keeps busy
+#define SMALL_TILE 2      // units, to twice as many, where a row has few queries: memory keeps busy
 #define FAR_BYTES 1024    // of K or V that one line, fetched two tiles ahead, brings along
 #define PIECE 512         // keys of one item, where a row has few queries
 #define FEW_QUERIES 16    // tokens of a row, up to which its context is cut into pieces
@@ -36,6 +36,7 @@ typedef struct {
     float softcap;        // 0: none
     const float *sinks;   // [q_heads] or null
     const int64_t *ends;  // [T], behind what a token sees; null: behind itself
+    int64_t unit;         // tiles begin at multiples of it, and have as many keys: 16 or 32
 } attention;
 
 // One row of the step.
@@ -53,7 +54,7 @@ typedef struct {
     int64_t tokens;                // how many
     int64_t position;              // of the first, if they are of one row; else behind all keys
     int64_t first_key, end_key;    // positions that any of its queries may see
-    int64_t tile;                  // keys at a time, up to TILE
+    int64_t start, tile;           // where its first tile begins; keys at a time, up to TILE
     int is_direct;                 // K and V are read as they lie
     int64_t piece, pieces;         // which part of the context of a row this is
     float *const *partials;        // by packed token: where its sums go, if there are several
@@ -86,13 +87,10 @@ INLINE int64_t end_seen(const attention *args, const item *work, int64_t token) 
 typedef int64_t addresses __attribute__((vector_size(8 * AT_A_TIME)));
 #define ADDRESS_INDEXES ((addresses){0, 1, 2, 3, 4, 5, 6, 7})
 
-// Where the tiles of an item begin.
-INLINE int64_t first_tile(const item *work) { return work->first_key / 16 * 16; }
-
 // Keys at a time, of `count`. About as many each, as what is next is fetched beside them.
-static int64_t tile_of(int64_t count) {
-    int64_t tiles = count < SMALL_TILE ? 1 : count / SMALL_TILE;
-    return ((count + tiles - 1) / tiles + 15) / 16 * 16;
+static int64_t tile_of(const attention *args, int64_t count) {
+    const int64_t least = SMALL_TILE * args->unit, tiles = count < least ? 1 : count / least;
+    return ((count + tiles - 1) / tiles + args->unit - 1) / args->unit * args->unit;
 }
 
 // Fill in the items of a row of many queries, if `items` is not null. Returns their number.
@@ -106,7 +104,7 @@ static int64_t plan_many(const attention *args, const row *own, item *items) {
         work.position = own->seq_len - own->tokens + block * at_once;
         work.first_key = first_seen(args, work.position);
         work.end_key = end_seen(args, &work, work.tokens - 1);
-        work.tile = TILE;
+        work.start = work.first_key / args->unit * args->unit, work.tile = TILE;
         work.is_direct = work.tokens * group <= DIRECT_ROWS;
         work.pieces = 1;
         for (; work.kv_head < args->kv_heads; work.kv_head++, count++)
@@ -142,7 +140,8 @@ static int64_t plan_few(const attention *args, const row *rows, int64_t r, int64
         work.first_key = larger(start, begin);
         work.end_key = smaller(start + PIECE, own->seq_len);
         if (next > r + 1) work.position = work.end_key;
-        work.tile = tile_of(work.end_key - work.first_key / 16 * 16);
+        work.start = work.first_key / args->unit * args->unit;
+        work.tile = tile_of(args, work.end_key - work.start);
         work.is_direct = per_row <= DIRECT_ROWS;
         work.piece = piece, work.pieces = pieces, work.partials = partials;
         for (; work.kv_head < args->kv_heads; work.kv_head++, count++)

@@ -18,6 +18,7 @@ INLINE void LANES(product)(int mr, int nv, const float *a, int64_t a_stride, con
     }
 }
 
+#ifndef PRODUCT_ALONE
 // Columns [0, nv * W) of out = scale * out + a @ b.
 INLINE void LANES(product_columns)(int mr, int nv, const float *a, int64_t a_stride, const float *b,
                                   int64_t b_stride, int64_t n, const float *scales, float *out,
@@ -62,3 +63,4 @@ static __attribute__((noinline)) void LANES(multiply)(int mr, const float *a, in
     }
 #undef CASE
 }
+#endif

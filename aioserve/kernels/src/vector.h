@@ -119,15 +119,16 @@ INLINE vi dot_pairs(vi sum, vi a, vi b) {
     return sum;
 }
 
-INLINE vf signed_bytes(const uint8_t *p) {
+INLINE vi widen_signed_bytes(const uint8_t *p) {
 #if W == 16
-    return to_floats((vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
 #elif W == 8
-    return to_floats((vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
 #else
-    return to_floats((vi)(widen_bytes(p) << 24) >> 24);
+    return (vi)(widen_bytes(p) << 24) >> 24;
 #endif
 }
+INLINE vf signed_bytes(const uint8_t *p) { return to_floats(widen_signed_bytes(p)); }
 
 INLINE vf load_bf16(const bf16 *p) {
     vh h;
@@ -253,6 +254,21 @@ INLINE vf exp2_rough(vf x) {
     return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
     return (vf)((x >= -126.f) & ((vi)p + ((vi)(n + ROUNDER) << 23)));
+#endif
+}
+
+// The same where x is finite or NaN, which stays NaN with 16 lanes.
+INLINE vf exp2_finite(vf x) {
+#if W == 16
+    const vf r = (vf)_mm512_reduce_ps((__m512)x, 1);  // x less the whole number below it
+    vf p = splat(1.35341678e-2f);                     // minimax
+    p = p * r + 5.20114601e-2f;
+    p = p * r + 2.41442755e-1f;
+    p = p * r + 6.93003833e-1f;
+    p = p * r + 1.00000262f;
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    return exp2_rough(x);
 #endif
 }
 

@@ -46,9 +46,13 @@ class CompiledAttention(AttentionBackend):
         num_kv_blocks: int,
         block_size: int,
         windows: WindowLayers | None = None,
+        *,
+        in_bytes: bool = False,
     ) -> None:
+        """With `in_bytes`, products with K and V that are int8 round the other side, too."""
         super().__init__(spec, num_kv_blocks, block_size, windows)
         self._kernels = kernels
+        self.in_bytes = in_bytes and spec.dtype is torch.int8
         self._value_dims = [layer.value_head_dim for layer in spec.layers]
 
     @staticmethod
@@ -104,16 +108,23 @@ class CompiledAttention(AttentionBackend):
             softcap=options.softcap,
             sinks=None if options.sinks is None else options.sinks.float(),
             ends=None if ends is None else torch.from_numpy(ends),
+            in_bytes=self.in_bytes,
         )
         return out
 
 
 def create_attention_backend(
-    spec: KVCacheSpec, num_kv_blocks: int, block_size: int, windows: WindowLayers | None = None
+    spec: KVCacheSpec,
+    num_kv_blocks: int,
+    block_size: int,
+    windows: WindowLayers | None = None,
+    *,
+    in_bytes: bool = False,
 ) -> AttentionBackend:
     """Allocate the KV cache behind the fastest backend that this machine can run.
 
-    Its `description` says which that is, and why not a faster one.
+    `in_bytes` allows products of bytes with an int8 cache, by the kernels alone. The `description`
+    of the backend says which it is, and why not a faster one.
     """
     try:
         kernels = load_kernels()
@@ -121,10 +132,12 @@ def create_attention_backend(
     except KernelsUnavailableError as error:
         obstacle = str(error)
     if obstacle is None:
-        backend: AttentionBackend = CompiledAttention(
-            kernels, spec, num_kv_blocks, block_size, windows
+        compiled = CompiledAttention(
+            kernels, spec, num_kv_blocks, block_size, windows, in_bytes=in_bytes
         )
-        backend.description = f"compiled kernels, {kernels.variant}"
+        in_what = ", int8 products" if compiled.in_bytes else ""
+        compiled.description = f"compiled kernels, {kernels.variant}{in_what}"
+        backend: AttentionBackend = compiled
     else:
         from aioserve.runner.cpu.torch_attention import TorchPagedAttention
 

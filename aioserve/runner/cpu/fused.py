@@ -278,6 +278,7 @@ def _layer_struct(layer: DecoderLayer, caches: CompiledAttention) -> LayerStruct
         in_windows=attention.index in caches.window_layers,
         is_gelu=isinstance(mlp, GatedMLP) and mlp.activation == "gelu_tanh",
         is_int8=key_cache.dtype is torch.int8,
+        in_bytes=caches.in_bytes,
         input_eps=layer.input_norm.eps,
         post_eps=layer.post_norm.eps,
         head_eps=0.0 if query_norm is None else query_norm.eps,

@@ -91,7 +91,10 @@ def _make_backend(plan: LoadPlan) -> AttentionBackend:
         from aioserve.runner.cpu.torch_attention import PagedRows
 
         return PagedRows(spec, plan.num_blocks, block_size)
-    return create_attention_backend(spec, plan.num_blocks, block_size, plan.window_layers)
+    in_bytes = plan.config.model.activations == "int8"
+    return create_attention_backend(
+        spec, plan.num_blocks, block_size, plan.window_layers, in_bytes=in_bytes
+    )
 
 
 def _make_draft_runner(plan: LoadPlan) -> Any:

@@ -97,6 +97,27 @@ def test_other_requests_in_a_step_change_nothing(file: Path) -> None:
     assert torch.equal(read_prompt(config), read_prompt(config, *beside))
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])  # compiled whole, and layer by layer
+def test_attention_multiplies_bytes_beside_an_int8_cache_alone(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = make_model(kind, tmp_path / "float")
+    file = write_gguf(directory, tmp_path / "m.gguf", kind_of=lambda name: "Q8_0")
+    settings: dict[str, Any] = {"dtype": "float32"}
+    exact = read_prompt(make_config(file, **settings, kv_cache_dtype="int8"))
+    by_floats = read_prompt(make_config(file, **settings, activations="int8"))
+    assert "int8 products" not in caplog.text
+    with caplog.at_level(logging.INFO):
+        config = make_config(file, **settings, kv_cache_dtype="int8", activations="int8")
+        found = read_prompt(config)
+    assert ", int8 products, int8 cache; KV pool" in caplog.text
+    for other in (exact, by_floats):
+        assert 0.0005 < (found - other).norm() / other.norm() < 0.03
+    beside = [PROMPT[:n] for n in (1, 30, 45)]
+    if kind == "llama":  # what `transformers` computes of others may depend on the batch
+        assert torch.equal(read_prompt(config, *beside), found)
+
+
 def test_a_model_of_many_types_quantizes_rows_where_weights_are_quantized(tmp_path: Path) -> None:
     """A matrix that is stored as float16 is multiplied as without the setting."""
     directory = make_model("qwen3", tmp_path / "float", **SIZES)

@@ -1,0 +1,285 @@
+"""Attention in bytes of every variant that this CPU runs, against float64 with the same rounding.
+
+A query is rounded to 8 bits with one scale per token and head; weights times the scales of their
+values are, with one scale per 32 positions. Sums are exact in both, so results differ as sums of
+floats do, and by a step where a weight is so near a tie that the kernel may round it the other way:
+what those steps are worth at most is added to the tolerance.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from aioserve.kernels import Kernels, usable_variants
+
+if not usable_variants():
+    pytest.skip("the kernels were not built", allow_module_level=True)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+SUMMING = 2e-5  # of float32 sums and of powers of two, relative to the sum of sizes
+NEAR_A_TIE = 5e-3  # steps
+TOGETHER = 32  # positions whose weights share a scale
+MIXED = [(1, 1), (1, 300), (40, 40), (3, 1100), (17, 129), (130, 700)]
+
+
+class Step(NamedTuple):
+    """Rows of (new tokens, all tokens) over shuffled blocks; every slot of no row is NaN."""
+
+    query: Tensor
+    key_cache: Tensor  # int8 [blocks, kv_heads, block_size, dim + 4]
+    value_cache: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    ends: Tensor | None = None
+
+    def run(self, kernels: Kernels, rows: slice = slice(None), **options: Any) -> Tensor:
+        """Attention of some of the rows."""
+        starts = self.query_start_loc[:-1][rows].tolist()
+        ends = self.query_start_loc[1:][rows].tolist()
+        query = self.query[starts[0] : ends[-1]]
+        out = query.new_empty(*query.shape[:2], self.value_cache.shape[3] - 4)
+        settings: dict[str, Any] = {"scaling": self.query.shape[2] ** -0.5, "in_bytes": True}
+        kernels.paged_attention(
+            query,
+            self.key_cache,
+            self.value_cache,
+            self.block_table[rows].contiguous(),
+            torch.tensor([*starts, ends[-1]]) - starts[0],
+            self.seq_lens[rows].contiguous(),
+            out,
+            ends=None if self.ends is None else self.ends[starts[0] : ends[-1]].contiguous(),
+            **(settings | options),
+        )
+        return out
+
+
+def make_step(
+    rows: list[tuple[int, int]],
+    dtype: torch.dtype = torch.float32,
+    heads: tuple[int, int] = (6, 2),
+    dims: tuple[int, int] = (64, 64),
+    block_size: int = 16,
+) -> Step:
+    generator = torch.Generator().manual_seed(len(rows))
+    width = max(-(-length // block_size) for _, length in rows)
+    num_blocks = width * len(rows)
+    table = torch.randperm(num_blocks, generator=generator).int().view(len(rows), width)
+    caches = []
+    for dim in dims:
+        shape = (num_blocks, heads[1], block_size)
+        codes = torch.randint(-127, 128, (*shape, dim), generator=generator).to(torch.int8)
+        scales = (torch.rand(*shape, 1, generator=generator) + 0.5) / 40
+        for blocks, (_, length) in zip(table.tolist(), rows, strict=True):
+            for column, block in enumerate(blocks):
+                scales[block, :, max(0, length - column * block_size) :] = float("nan")
+        caches.append(torch.cat((codes, scales.view(torch.int8)), dim=-1))
+    new = [tokens for tokens, _ in rows]
+    query = torch.randn(sum(new), heads[0], dims[0], generator=generator).to(dtype)
+    starts = torch.from_numpy(np.cumsum([0, *new]))
+    lengths = torch.tensor([length for _, length in rows])
+    return Step(query, caches[0], caches[1], table, starts, lengths)
+
+
+def of_row(cache: Tensor, blocks: Tensor, length: int, group: int) -> tuple[Tensor, Tensor]:
+    """Codes [query heads, length, dim] and scales [query heads, length] of one row, in float64."""
+    rows = cache[blocks.long()].transpose(0, 1).flatten(1, 2)[:, :length]
+    rows = rows.repeat_interleave(group, dim=0)
+    scales = rows[..., -4:].contiguous().view(torch.float32)[..., 0]
+    return rows[..., :-4].double(), scales.double()
+
+
+def expected(
+    step: Step,
+    row: int,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the tokens of a row get [heads, tokens, dim], and by how much it may differ."""
+    tokens = slice(*step.query_start_loc[row : row + 2].tolist())
+    length = int(step.seq_lens[row])
+    query = step.query[tokens].float().transpose(0, 1)
+    group = query.shape[0] // step.key_cache.shape[1]
+    blocks = step.block_table[row]
+    keys, key_scales = of_row(step.key_cache, blocks, length, group)
+    values, value_scales = of_row(step.value_cache, blocks, length, group)
+    most = query.abs().amax(-1, keepdim=True)
+    inverse = torch.div(torch.tensor(127.0), most)  # `127 / most` would round twice
+    codes = (query * inverse).round().double()
+    scores = codes @ keys.transpose(1, 2) * key_scales[:, None] * most.double() / 127
+    scores *= scaling or step.query.shape[2] ** -0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    positions = torch.arange(length - query.shape[1], length)[:, None]
+    ends = positions + 1 if step.ends is None else step.ends[tokens, None]
+    every = torch.arange(length)
+    is_seen = every < ends
+    if sliding_window:
+        is_seen &= every > positions - sliding_window
+    if chunk:
+        is_seen &= every >= positions - positions % chunk
+    scores.masked_fill_(~is_seen, float("-inf"))
+    highest = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        highest = torch.maximum(highest, sinks.double()[:, None, None])
+    weights = torch.exp(scores - highest)
+    totals = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        totals += torch.exp(sinks.double()[:, None, None] - highest)
+    weights *= value_scales[:, None]
+    padded = torch.nn.functional.pad(weights, (0, -length % TOGETHER)).unflatten(-1, (-1, TOGETHER))
+    steps = padded.amax(-1, keepdim=True).clamp_min(1e-30) / 255
+    in_steps = padded / steps
+    is_near = (in_steps - in_steps.floor() - 0.5).abs() < NEAR_A_TIE
+    rounded = (in_steps.round() * steps).flatten(-2)[..., :length]
+    slack = (is_near * steps).flatten(-2)[..., :length]
+    out = rounded @ values / totals
+    sizes = rounded @ values.abs() / totals
+    return out, SUMMING * sizes + slack @ values.abs() / totals + ROUNDING[step.query.dtype] * sizes
+
+
+def assert_as_expected(step: Step, out: Tensor, **options: Any) -> None:
+    starts = step.query_start_loc.tolist()
+    for row in range(len(step.seq_lens)):
+        should, tolerance = expected(step, row, **options)
+        error = out[starts[row] : starts[row + 1]].double().transpose(0, 1) - should
+        assert bool((error.abs() <= tolerance).all()), (row, float((error.abs() / tolerance).max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16", "f16"])
+@pytest.mark.parametrize("block_size", [1, 5, 16, 200])
+def test_chunks_and_decodes_are_those_of_float64(
+    kernels: Kernels, dtype: torch.dtype, block_size: int
+) -> None:
+    step = make_step(MIXED, dtype, block_size=block_size)
+    assert_as_expected(step, step.run(kernels))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 1},
+        {"sliding_window": 100},
+        {"chunk": 70},
+        {"softcap": 3.0},
+        {"sinks": torch.linspace(-2, 2, 6)},
+        {"scaling": 0.7},
+        {"sliding_window": 33, "softcap": 20.0, "sinks": torch.linspace(3, 7, 6)},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_every_option_is_that_of_float64(kernels: Kernels, options: dict[str, Any]) -> None:
+    step = make_step(MIXED)
+    assert_as_expected(step, step.run(kernels, **options), **options)
+
+
+@pytest.mark.parametrize(
+    "dims", [(16, 16), (32, 32), (48, 80), (80, 96), (112, 64), (128, 128), (256, 256)]
+)
+def test_any_multiple_of_16_and_any_group_is_served(
+    kernels: Kernels, dims: tuple[int, int]
+) -> None:
+    for heads in [(8, 8), (200, 1), *((group, 1) for group in range(1, 10))]:
+        step = make_step([(1, 140), (2, 77), (20, 33)], heads=heads, dims=dims)
+        assert_as_expected(step, step.run(kernels))
+
+
+def test_tokens_that_see_ahead_see_what_float64_sees(kernels: Kernels) -> None:
+    """The second half of each row's new tokens see each other, but for the last of many."""
+    step, ends = make_step(MIXED), []
+    counts = step.query_start_loc.diff().tolist()
+    for tokens, length in zip(counts, step.seq_lens.tolist(), strict=True):
+        own = torch.arange(length - tokens, length) + 1
+        own[tokens // 2 : tokens - tokens // 10] = length - tokens // 10
+        ends.append(own)
+    step = step._replace(ends=torch.cat(ends))
+    assert_as_expected(step, step.run(kernels))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_do_not_saturate(kernels: Kernels, sign: int) -> None:
+    """All codes and all numbers of the queries are 127 or -127, and so are whole sums."""
+    step = make_step([(1, 200), (3, 640), (40, 90)], heads=(2, 1), dims=(256, 256))
+    step.query.copy_(torch.where(step.query > 1, -1.0, 1.0))
+    step.query[0] = step.query[1] = 1
+    for cache in (step.key_cache, step.value_cache):
+        cache[..., :-4] = torch.where(cache[..., :-4] > -100, 127, -127) * sign
+    scaling = 1e-3  # the scores are small enough to weigh many keys
+    assert_as_expected(step, step.run(kernels, scaling=scaling), scaling=scaling)
+
+
+def test_equal_scores_give_the_exact_mean_of_codes(kernels: Kernels) -> None:
+    """Of 2^n keys, with scales that are powers of two: nothing is rounded, and nothing is lost."""
+    step = make_step([(1, 64), (1, 1024)])
+    step.query.zero_()
+    for cache in (step.key_cache, step.value_cache):
+        scales = cache[..., -4:].contiguous().view(torch.float32)
+        cache[..., -4:] = torch.where(scales.isnan(), scales, 0.25).view(torch.int8)
+    out = step.run(kernels)
+    for row, length in enumerate(step.seq_lens.tolist()):
+        values, _ = of_row(step.value_cache, step.block_table[row], length, 3)
+        torch.testing.assert_close(out[row].double(), values.mean(1) / 4, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_row_gets_the_same_bits_alone_and_with_any_number_of_threads(
+    kernels: Kernels, window: int | None
+) -> None:
+    step = make_step(MIXED, torch.bfloat16)
+    together = step.run(kernels, sliding_window=window)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(step.run(kernels, sliding_window=window), together)
+    finally:
+        torch.set_num_threads(threads)
+    alone = [step.run(kernels, slice(row, row + 1), sliding_window=window) for row in range(6)]
+    assert torch.equal(torch.cat(alone), together)
+
+
+@pytest.mark.parametrize(("heads", "block_size"), [((6, 2), 16), ((9, 1), 200)])
+def test_rows_that_share_a_prefix_get_the_bits_that_each_gets_alone(
+    kernels: Kernels, heads: tuple[int, int], block_size: int
+) -> None:
+    lengths = [1100, 530, 513, 40, 1025, 512, 1090, 620]
+    rows = [*((1, length) for length in lengths), (3, 700), (20, 600), (3, 640)]
+    step = make_step(rows, torch.float32, heads, (32, 32), block_size)
+    tokens, table = step.query_start_loc.diff(), step.block_table
+    for row, whole in enumerate(((step.seq_lens - tokens) // block_size).tolist()):
+        table[row, :whole] = table[[0, 6][row % 2], :whole]  # two prefixes, in turn
+    alone = [step.run(kernels, slice(row, row + 1)) for row in range(len(table))]
+    together = step.run(kernels)
+    assert bool(together.isfinite().all())
+    assert torch.equal(torch.cat(alone), together)
+    assert_as_expected(step, together)
+
+
+def test_a_query_that_is_not_a_number_gives_none(kernels: Kernels) -> None:
+    step = make_step([(1, 40), (1, 50), (1, 60), (20, 30)])
+    step.query[0, :, 3] = float("nan")
+    step.query[2, 0, 5] = float("-inf")
+    out = step.run(kernels, softcap=5.0)
+    assert bool(out[0].isnan().all())
+    assert bool(out[2, 0].isnan().all())
+    assert bool(out[2, 1:].isfinite().all())
+    assert bool(out[[1, *range(3, 23)]].isfinite().all())
+
+
+def test_queries_and_values_of_next_to_nothing_are_no_infinities(kernels: Kernels) -> None:
+    """The inverse of so small a number may be infinite: all weights of such a query are equal."""
+    step = make_step([(1, 64), (1, 64)])
+    step.query[0] = 1e-35
+    out = step.run(kernels)
+    values, scales = of_row(step.value_cache, step.block_table[0], 64, 3)
+    mean = (values * scales[..., None]).mean(1)
+    assert float((out[0].double() - mean).abs().max()) < 0.03  # of numbers up to 5
+    step.value_cache[..., -4:] = torch.tensor([1e-36]).view(torch.int8)
+    assert not bool(step.run(kernels).any())
