@@ -94,8 +94,12 @@ test-arm:  ## every kernel on an emulated Arm
 	@mkdir -p build/arm
 	$(ARM)-gcc -shared -fPIC -O3 -std=gnu11 -fopenmp -fvisibility=default -Wno-psabi \
 		-fno-math-errno -fno-trapping-math -o build/arm/kernels.so aioserve/kernels/src/kernels.c
+	$(ARM)-gcc -shared -fPIC -O3 -g0 -std=gnu11 -fopenmp -Wno-psabi \
+		-fno-math-errno -fno-trapping-math -o build/arm/tokens.so \
+		aioserve/kernels/src/tokens/choose_tokens.c
 	$(ARM)-gcc -O2 -std=gnu11 -o build/arm/check_kernels tests/kernels/check_kernels.c -ldl -lm
-	OMP_NUM_THREADS=2 qemu-aarch64 -L /usr/$(ARM) build/arm/check_kernels build/arm/kernels.so
+	OMP_NUM_THREADS=2 qemu-aarch64 -L /usr/$(ARM) build/arm/check_kernels build/arm/kernels.so \
+		build/arm/tokens.so
 
 check: .venv/test-packages  ## ruff, mypy, no regex that is made of data, docstrings that begin with a verb
 	$(BIN)/ruff check .
@@ -168,7 +172,7 @@ clean:  ## remove .venv, what was built, and caches
 		"$$($(PYTHON) -V 2>/dev/null || echo "not there"). Another one: make ... PYTHON=python3.13"; exit 1; }
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
-KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
+KERNELS := setup.py $(wildcard aioserve/kernels/src/*) $(wildcard aioserve/kernels/src/tokens/*)
 
 .venv/runtime: .venv/packages .venv/kernels
 	@touch $@

@@ -37,6 +37,19 @@ DIGEST = hashlib.sha256(
     b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]")))
 ).hexdigest()
 
+# What chooses tokens is a library of its own; its digest is made by aioserve/kernels/tokens.py.
+TOKENS = SOURCES / "tokens/choose_tokens.c"
+TOKENS_DIGEST = hashlib.sha256(
+    b"".join(path.read_bytes() for path in (SOURCES / "vector.h", TOKENS))
+).hexdigest()
+# -fopenmp only here, not for the linker: the runtime is the one that torch brings
+KERNEL_FLAGS = [
+    *("-O3", "-g0", "-std=gnu11", "-fopenmp", "-fvisibility=default"),
+    "-Wno-psabi",
+    *("-fno-math-errno", "-fno-trapping-math"),
+    "-fstrict-overflow",  # Python's own -fwrapv costs quantized products a tenth
+]
+
 # A release must have all kernels; anybody else gets those that can be compiled.
 OPTIONAL = os.environ.get("AIOSERVE_BUILD") != "release"
 
@@ -105,17 +118,22 @@ setup(
                 sources=[str(SOURCES / "kernels.c")],
                 depends=["setup.py", *map(str, sorted(SOURCES.glob("*.h")))],
                 define_macros=[("SOURCES_DIGEST", f'"{DIGEST}"')],
-                # -fopenmp only here, not for the linker: the runtime is the one that torch brings
-                extra_compile_args=[
-                    *("-O3", "-g0", "-std=gnu11", "-fopenmp", "-fvisibility=default"),
-                    "-Wno-psabi",
-                    *("-fno-math-errno", "-fno-trapping-math"),
-                    "-fstrict-overflow",  # Python's own -fwrapv costs quantized products a tenth
-                    *flags,
-                ],
+                extra_compile_args=[*KERNEL_FLAGS, *flags],
                 optional=OPTIONAL,
             )
             for variant, flags in FLAGS.items()
+        ),
+        *(
+            Extension(
+                f"aioserve.kernels._tokens_{variant}",
+                sources=[str(TOKENS)],
+                depends=["setup.py", str(SOURCES / "vector.h")],
+                define_macros=[("SOURCES_DIGEST", f'"{TOKENS_DIGEST}"')],
+                extra_compile_args=[*KERNEL_FLAGS, *FLAGS[variant]],
+                optional=OPTIONAL,
+            )
+            for variant in ("avx512", "avx2", "baseline")
+            if variant in FLAGS
         ),
         Extension(
             "aioserve.kernels._cpu",

@@ -6,6 +6,7 @@
     python benchmarks/step_costs.py log [--running 64 256] [--steps 2000]
     python benchmarks/step_costs.py between 135m     # or 0.6b, 2m, or a model directory
     python benchmarks/step_costs.py handover         # a call to a thread, and back
+    python benchmarks/step_costs.py sampling         # how tokens are drawn
 
 `runner`: decodes of one to many rows, on one thread. `model`: whole steps of the embedded model.
 `batch`: the same steps with logits that are ready, so that the batch, its parts and the sampler are
@@ -35,7 +36,11 @@ as others may use the machine; the share is of all but the model.
 `handover`: the change of threads alone, by the runner's own executor and by that of Python, in
 turns: a call of nothing, awaited on uvloop. `hot`: one after the other. `cold`: after 96 MB of
 other memory, as after a step, which leaves little in the processor's caches. Lower quartiles of CPU
-time of the process. The last line is JSON.
+time of the process.
+
+`sampling`: the choice of tokens from logits that are ready, by torch and numpy alone and by the
+compiled library, in turns on one thread, with a look at whether the tokens are the same. Rows are
+of normal numbers of deviation 2. Medians of CPU time. The last line is JSON.
 """
 
 import asyncio
@@ -541,6 +546,70 @@ def handover(args: Args) -> dict[str, Any]:
     for is_cold in (False, True):
         with asyncio.Runner(loop_factory=new_event_loop) as loop:
             table.add(loop.run(measure_handover(is_cold, args.rounds)))
+    return {"rows": table.rows}
+
+
+# The choice of tokens.
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "temperature 1": {},
+    "top-p 0.9": {"top_p": 0.9},
+    "top-k 50": {"top_k": 50},
+    "0.6, top-p 0.95, top-k 20": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    "min-p 0.05": {"min_p": 0.05},
+}
+
+
+def measure_sampling(way: str, rows: int, args: Args) -> dict[str, Any]:
+    """Microseconds of CPU time for a row, without the library and with it."""
+    import numpy as np
+    import torch
+
+    from aioserve.runner.batch.sampling_columns import SamplingColumns
+    from aioserve.runner.cpu import sampler
+    from aioserve.scheduler.output import NewRequestData
+
+    torch.set_num_threads(1)
+    logits = torch.randn(rows, args.vocab, generator=torch.Generator().manual_seed(0)) * 2
+    columns = SamplingColumns(rows, args.vocab)
+    for row in range(rows):
+        params = SamplingParams(seed=row, **WAYS[way])
+        columns.set(row, NewRequestData(str(row), [0], 1, params, frozenset(), [], 0))
+    compiled = vars(sampler)["load_chooser"]
+    loaders = {"torch": lambda: None, "compiled": compiled}
+    spent, tokens = defaultdict[str, list[float]](list), defaultdict[str, list[list[int]]](list)
+    for number in range(args.rounds):
+        inputs = columns.select(np.arange(rows), np.full(rows, 10 + number))
+        for name in sorted(loaders, reverse=bool(number % 2)):
+            vars(sampler)["load_chooser"] = loaders[name]
+            began = time.thread_time()
+            found = sampler.sample(logits, inputs)
+            spent[name].append(1e6 * (time.thread_time() - began) / rows)
+            tokens[name].append(found.token_ids.tolist())
+    vars(sampler)["load_chooser"] = compiled
+    before, after = (statistics.median(spent[name]) for name in loaders)
+    same = "yes" if tokens["torch"] == tokens["compiled"] else "no"
+    ratio = after / before
+    return {
+        "us a row": way,
+        "rows": rows,
+        "torch": before,
+        "compiled": after,
+        "ratio": ratio,
+        "same": same,
+    }
+
+
+@program.command("sampling", rows=[1, 64], vocab=Opt(49_152, "tokens that are known"), rounds=5)
+def sampling(args: Args) -> dict[str, Any]:
+    """The choice of tokens from logits that are ready."""
+    numbers = {"torch": ">10.1f", "compiled": ">10.1f", "ratio": ">8.3f"}
+    table = Table({"us a row": "<28", "rows": ">5d", **numbers, "same": ">6"})
+    for way in WAYS:
+        for rows in args.rows:
+            table.add(measure_sampling(way, rows, args))
     return {"rows": table.rows}
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from aioserve.kernels import usable_variants
 from aioserve.kernels.library import VARIANTS, extension
+from aioserve.kernels.tokens import library_for
 from tests.variants import DTYPES
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +60,10 @@ def check_emulated(model: str, variant: str) -> Result:
         compiler = os.environ.get("CC", "cc")
         subprocess.run([compiler, "-O2", "-o", program, source, "-ldl", "-lm"], check=True)
         result = subprocess.run(
-            ["qemu-x86_64", "-cpu", model, program, str(extension(variant))],
+            [
+                *("qemu-x86_64", "-cpu", model, program),
+                *(str(extension(variant)), str(library_for(variant))),
+            ],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "2"},

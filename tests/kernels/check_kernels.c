@@ -1,7 +1,7 @@
 // Checks every kernel of one built variant against loops over single numbers, in double.
 //
 //     cc -O2 -o check_kernels check_kernels.c -ldl -lm  # with shortage.c beside it
-//     ./check_kernels .../_avx2.so
+//     ./check_kernels .../_avx2.so .../_tokens_avx2.so
 //
 // For processors that have no torch at hand: it runs in an emulator. Knows the exported functions
 // by name, and repeats their structs; knows nothing else about them. Prints what failed, then
@@ -1248,6 +1248,7 @@ static void check_decode(type t) {
 }
 
 #include "check_states.h"
+#include "check_tokens.h"
 
 int main(int count, char **arguments) {
     list_values();
@@ -1276,6 +1277,7 @@ int main(int count, char **arguments) {
         check_decode(t);
         check_states(t);
     }
+    if (count > 2) check_tokens(arguments[2]);
     printf("%d passed, %d failed\n", num_passed, num_failed);
     return num_failed > 0;
 }

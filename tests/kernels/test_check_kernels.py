@@ -14,6 +14,7 @@ import pytest
 
 from aioserve.kernels import usable_variants
 from aioserve.kernels.library import extension
+from aioserve.kernels.tokens import library_for
 from tests import processes
 from tests.slow import mostly_slow
 
@@ -41,7 +42,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("variant", mostly_slow(usable_variants(), but=usable_variants()[-1:]))
 def test_every_kernel_gives_what_loops_over_numbers_give(program: str, variant: str) -> None:
-    result = processes.run(program, str(extension(variant)))
+    result = processes.run(program, str(extension(variant)), str(library_for(variant)))
     assert result.returncode == 0, result.stdout + result.stderr
     passed, failed = result.stdout.splitlines()[-1].split(" passed, ")
     assert int(passed) > 150
@@ -73,10 +74,12 @@ def test_no_kernel_reads_beyond_its_arrays_or_does_what_c_leaves_undefined(
     own_flags: list[str] = runpy.run_path("setup.py")["FLAGS"][variant]
     kernels = str(tmp_path / "kernels.so")
     flags = ["-shared", "-fPIC", "-O0", "-g", "-std=gnu11", "-fopenmp", "-w", *SANITIZERS]
-    source = "aioserve/kernels/src/kernels.c"
-    built = processes.run(COMPILER, *flags, *own_flags, "-o", kernels, source)
-    assert built.returncode == 0, built.stderr
-    result = processes.run(checks, kernels)
+    tokens = str(tmp_path / "tokens.so")
+    for library, source in ((kernels, "kernels.c"), (tokens, "tokens/choose_tokens.c")):
+        path = f"aioserve/kernels/src/{source}"
+        built = processes.run(COMPILER, *flags, *own_flags, "-o", library, path)
+        assert built.returncode == 0, built.stderr
+    result = processes.run(checks, kernels, tokens)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[:4000]
 
 

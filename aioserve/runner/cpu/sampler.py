@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aioserve.kernels.tokens import ChosenTokens, RowDraws, load_chooser
 from aioserve.outputs import TokenLogprobs
 from aioserve.runner.attention.backend import IntArray
 from aioserve.runner.batch import sampling_columns
@@ -71,12 +72,12 @@ def sample(logits: Tensor, inputs: SamplingInputs, masks: "Masks | None" = None)
     The operations and their order are defined in the docstring of `SamplingParams`. A row whose
     best logit is not finite fails alone.
     """
-    token_ids, best = _choose(logits, inputs, masks)
-    failed: dict[int, str] = {}
+    chosen = _choose(logits, inputs, masks)
+    token_ids, failed = chosen.token_ids, dict[int, str]()
     asked = np.flatnonzero(inputs.num_logprobs != NO_LOGPROBS)
-    is_sound = np.isfinite(best)
-    if not is_sound.all():
-        failed = {row: why_unsound(best[row]) for row in np.flatnonzero(~is_sound).tolist()}
+    if not chosen.are_sound:
+        is_sound = np.isfinite(chosen.best)
+        failed = {row: why_unsound(chosen.best[row]) for row in np.flatnonzero(~is_sound).tolist()}
         asked = asked[is_sound[asked]]
     if not len(asked):
         return SampledTokens(token_ids, {}, failed)
@@ -85,37 +86,56 @@ def sample(logits: Tensor, inputs: SamplingInputs, masks: "Masks | None" = None)
     return SampledTokens(token_ids, dict(zip(asked.tolist(), logprobs, strict=True)), failed)
 
 
-def _choose(
-    logits: Tensor, inputs: SamplingInputs, masks: "Masks | None"
-) -> tuple[IntArray, FloatArray]:
+def _choose(logits: Tensor, inputs: SamplingInputs, masks: "Masks | None") -> ChosenTokens:
     """Return a token for each of the S rows, and the largest logit that the row may take: a row
-    whose best is not finite has none that means anything.
+    whose best is not finite has none that means anything. No row is left open.
     """
-    random = inputs.temperature > 0
-    touched = random.copy()
-    touched[list(inputs.edits)] = True
+    if not inputs.edits and masks is None:
+        return _choose_from(logits.float(), inputs)
+    is_edited = np.zeros(len(logits), dtype=np.bool_)
+    is_edited[list(inputs.edits)] = True
     if masks is not None:
-        touched[masks.places] = True
-    if not touched.any():
-        return _best(logits)
-    token_ids = np.empty(len(touched), dtype=np.int64)
-    best = np.empty(len(touched), dtype=np.float32)
-    plain = np.flatnonzero(~touched)
-    if len(plain):
-        token_ids[plain], best[plain] = _best(logits[torch.from_numpy(plain)])
-    rows = np.flatnonzero(touched)
+        is_edited[masks.places] = True
+    if not is_edited.any():
+        return _choose_from(logits.float(), inputs)
+    rows = np.flatnonzero(is_edited)
     edited = logits[torch.from_numpy(rows)].float()
     for place, row in enumerate(rows.tolist()):
         if row in inputs.edits:
             inputs.edits[row].apply(edited[place], int(inputs.num_tokens[row]))
     if masks is not None:
         _mask(edited, np.searchsorted(rows, masks.places), masks)
-    token_ids[rows], best[rows] = _best(edited)
-    random &= np.isfinite(best)
-    if random.any():
-        chosen = _choose_randomly(edited[torch.from_numpy(random[rows])], inputs.take(random))
-        token_ids[random] = chosen
-    return token_ids, best
+    found = _choose_from(edited, inputs.take(rows))
+    if len(rows) == len(logits):
+        return found
+    plain = np.flatnonzero(~is_edited)
+    others = _choose_from(logits[torch.from_numpy(plain)].float(), inputs.take(plain))
+    token_ids = np.empty(len(logits), dtype=np.int64)
+    best = np.empty(len(logits), dtype=np.float32)
+    token_ids[rows], best[rows] = found.token_ids, found.best
+    token_ids[plain], best[plain] = others.token_ids, others.best
+    return ChosenTokens(token_ids, best, None, found.are_sound and others.are_sound)
+
+
+def _choose_from(logits: Tensor, inputs: SamplingInputs) -> ChosenTokens:
+    """Return a token for each row of `logits`, float32, by the compiled library where there is one.
+    What that leaves open is drawn here, by the same rules: the token is the same.
+    """
+    if (chooser := load_chooser()) is not None:
+        draws = None
+        if inputs.temperature.any():
+            with np.errstate(divide="ignore"):
+                least = np.log(inputs.min_p)
+            draws = RowDraws(inputs.top_k, inputs.top_p, least, inputs.seeds, inputs.num_tokens)
+        chosen = chooser.choose(logits.contiguous(), inputs.temperature, draws)
+    else:
+        chosen = _best(logits)
+        is_random = inputs.temperature > 0
+        chosen = chosen._replace(is_open=is_random & np.isfinite(chosen.best))
+    if (is_open := chosen.is_open) is not None and is_open.any():
+        rows = logits[torch.from_numpy(is_open)]
+        chosen.token_ids[is_open] = _choose_randomly(rows, inputs.take(is_open))
+    return chosen
 
 
 def _mask(logits: Tensor, places: IntArray, masks: "Masks") -> None:
@@ -124,13 +144,14 @@ def _mask(logits: Tensor, places: IntArray, masks: "Masks") -> None:
     values[places] = np.where(masks.allowed(values.shape[1]), values[places], -np.inf)
 
 
-def _best(logits: Tensor) -> tuple[IntArray, FloatArray]:
+def _best(logits: Tensor) -> ChosenTokens:
     """Return the first of the largest of each row, and its logit: NaN if there is any in the
     row.
     """
-    values = logits.float().numpy()
-    chosen = _argmax(values)
-    return chosen, values[np.arange(len(chosen)), chosen]
+    values = logits.numpy()
+    token_ids = _argmax(values)
+    best = values[np.arange(len(token_ids)), token_ids]
+    return ChosenTokens(token_ids, best, None, bool(np.isfinite(best).all()))
 
 
 def _argmax(values: FloatArray) -> IntArray:

@@ -1,7 +1,10 @@
 """Sampling against slow plain references, one row at a time."""
 
+import json
 import math
+import os
 import random
+import sys
 from collections import Counter
 from typing import Any
 
@@ -9,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from aioserve.kernels.tokens import RowDraws, load_chooser
 from aioserve.outputs import TokenLogprobs
 from aioserve.params import SamplingParams
 from aioserve.runner.batch import sampling_columns
 from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.cpu import sampler
 from aioserve.scheduler.output import NewRequestData
+from tests import processes
 
 VOCAB = 300
 GOLDEN_WORDS = [
@@ -344,3 +349,55 @@ def test_bfloat16_logits_are_not_changed() -> None:
 
 def test_no_rows_is_no_tokens() -> None:
     assert sample(make_logits(0), []) == ([], {})
+
+
+def tokens_of_many_kinds() -> list[list[int]]:
+    """Rows as a model has them and flat ones, with and without equals, drawn in every way."""
+    fields: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {},
+        {"temperature": 0.6},
+        {"top_p": 0.9},
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
+        {"top_k": 50},
+        {"temperature": 1.4, "top_k": 300, "top_p": 0.99},
+        {"min_p": 0.05, "temperature": 1.5},
+        {"top_p": 0.3, "min_p": 0.01},
+        {"logit_bias": {5: 3.0}, "top_k": 10},
+    ]
+    found = []
+    for scale, seed in ((4.0, 1), (0.1, 2)):
+        logits = make_logits(6 * len(fields), seed=seed, vocab_size=20_011) * scale
+        for given in (logits, logits.bfloat16()):
+            params = [SamplingParams(seed=n, **own) for n, own in enumerate(6 * fields)]
+            found.append(sample(given, params)[0])
+    return found
+
+
+@pytest.mark.skipif(load_chooser() is None, reason="the library was not built")
+def test_tokens_are_the_same_without_the_compiled_library() -> None:
+    program = "import json; from tests.runner.cpu.test_sampler import tokens_of_many_kinds as f"
+    without = processes.run(
+        *(sys.executable, "-c", f"{program}; print(json.dumps(f()))"),
+        env={**os.environ, "AIOSERVE_KERNELS": "off"},
+        check=True,
+    )
+    assert tokens_of_many_kinds() == json.loads(without.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(load_chooser() is None, reason="the library was not built")
+def test_the_compiled_library_leaves_no_row_open_that_rounding_does_not_decide() -> None:
+    logits, rows = make_logits(200, vocab_size=5000), 200
+    draws = RowDraws(
+        top_k=np.arange(rows) % 4 * 30,
+        top_p=np.tile(np.array([1.0, 0.9], dtype=np.float32), rows // 2),
+        least=np.full(rows, -np.inf, dtype=np.float32),
+        seeds=np.arange(2 * rows, dtype=np.uint32).reshape(rows, 2),
+        positions=np.arange(rows),
+    )
+    temperature = np.full(rows, 0.8, dtype=np.float32)
+    chooser = load_chooser()
+    assert chooser is not None
+    chosen = chooser.choose(logits, temperature, draws)
+    assert chosen.are_sound
+    assert chosen.is_open is None or chosen.is_open.sum() < 3

@@ -1,0 +1,116 @@
+"""Compiled choice of tokens: greedy, or a draw by temperature, top-k, top-p and min-p.
+
+A library apart from the other kernels, which take a minute to compile: where it is missing, or of
+other sources, tokens are chosen by torch and numpy, and are the same. Knows numbers and pointers;
+what the numbers of a draw mean is defined in `runner.batch.sampling_columns`.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from aioserve.kernels import KernelsUnavailableError, load_kernels
+from aioserve.kernels.library import SOURCES, VARIANTS, extension
+
+logger = logging.getLogger(__name__)
+
+_P, _I = ctypes.c_void_p, ctypes.c_int64
+_NO_DRAWS = (None,) * 5
+_SOURCES = (SOURCES / "vector.h", SOURCES / "tokens" / "choose_tokens.c")
+#: Best first; setup.py compiles each.
+TOKEN_VARIANTS = ("avx512", "avx2", "baseline")
+
+
+class RowDraws(NamedTuple):
+    """Columns that say how each of S rows of logits is drawn from; contiguous arrays."""
+
+    top_k: npt.NDArray[np.int64]  # S, 0 = all
+    top_p: npt.NDArray[np.float32]  # S
+    least: npt.NDArray[np.float32]  # S, log(min_p): of (logit - best logit) / temperature
+    seeds: npt.NDArray[np.uint32]  # [S, 2], low and high word
+    positions: npt.NDArray[np.int64]  # S, of the token that is chosen
+
+
+class ChosenTokens(NamedTuple):
+    """The tokens that were chosen from S rows of logits."""
+
+    token_ids: npt.NDArray[np.int64]  # S
+    best: npt.NDArray[np.float32]  # S, the largest logit; NaN if there is any
+    is_open: npt.NDArray[np.bool_] | None  # S, rows without a token yet; None: there is none
+    are_sound: bool  # every best is finite
+
+
+class TokenChooser:
+    """One variant of the library."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `OSError` if the library is not there, or is of other sources."""
+        library = ctypes.CDLL(str(path))
+        if _is_stale(library):
+            raise OSError(f"{path.name} was compiled from other sources: compile it again (make)")
+        self._choose = library.choose_tokens
+        self._choose.argtypes = (_P, _I, _I, *[_P] * 9)
+
+    def choose(
+        self, logits: Tensor, temperature: npt.NDArray[np.float32], draws: RowDraws | None
+    ) -> ChosenTokens:
+        """Return a token for each row of `logits` [S, V], float32 and contiguous: the first of the
+        best where its `temperature` [S] is 0, else a draw by its row of `draws` (None: every
+        temperature is 0). On as many threads as the calling thread gave torch.
+
+        A row stays open where rounding may decide which token it is, and beyond a top-k of 256.
+        Rows whose best is not finite are not drawn from.
+        """
+        rows, size = logits.shape
+        # In one piece of memory, since to ask an array for its address takes a microsecond.
+        found = np.empty(3 * rows, dtype=np.int64)
+        address = found.ctypes.data
+        told = self._choose(
+            logits.data_ptr(),
+            rows,
+            size,
+            temperature.ctypes.data,
+            *(_NO_DRAWS if draws is None else (column.ctypes.data for column in draws)),
+            address,
+            address + 8 * rows,
+            address + 16 * rows,
+        )
+        best = found[rows : 2 * rows].view(np.float32)[:rows]
+        is_open = found[2 * rows :].view(np.bool_)[:rows] if told & 1 else None
+        return ChosenTokens(found[:rows], best, is_open, not told & 2)
+
+
+@functools.cache
+def load_chooser() -> TokenChooser | None:
+    """Return the best variant for this CPU, or for that of AIOSERVE_KERNELS. None without kernels,
+    whose OpenMP runtime it shares, and where it was not compiled of the sources beside it.
+    """
+    try:
+        return TokenChooser(library_for(load_kernels().variant))
+    except (KernelsUnavailableError, OSError) as error:
+        logger.info("tokens are chosen without the compiled library: %s", error)
+        return None
+
+
+def library_for(variant: str) -> Path:
+    """Return the path of the library, if it was built, that goes with a variant of the kernels."""
+    flags = VARIANTS[variant]
+    return extension("tokens_" + next(name for name in TOKEN_VARIANTS if VARIANTS[name] <= flags))
+
+
+def _is_stale(library: ctypes.CDLL) -> bool:
+    """Return whether the sources beside it, which only a checkout has, are others."""
+    if not all(path.exists() for path in _SOURCES):
+        return False
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
+    try:
+        return (ctypes.c_char * 64).in_dll(library, "sources_digest").value.decode() != digest
+    except ValueError:
+        return True
