@@ -24,7 +24,7 @@ from aioserve.apis.anthropic import messages
 from aioserve.apis.responses import routes as responses
 from aioserve.engine.operations import OPERATOR_COMMANDS
 from aioserve.kv_cache import KVCacheManager, StatePool, WindowPool
-from aioserve.params import BIAS_RANGE, RANGES, SamplingParams
+from aioserve.params import BIAS_RANGE, RANGES, RUNNER_PARAMETERS, SamplingParams
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.scheduler import (
     AdmissionPart,
@@ -244,7 +244,8 @@ def with_ranges(page: str) -> str:
     """The page `http-api.md`, with the table of today's ranges."""
     rows, notes = ["| field | range | |", "|---|---|---|"], _comments(SamplingParams)
     for name, numbers in RANGES.items():
-        rows.append(f"| `{name}` | {numbers.words} | {notes.get(name, '')}".rstrip() + " |")
+        note = notes.get(name, "") + ("; not on every runner" if name in RUNNER_PARAMETERS else "")
+        rows.append(f"| `{name}` | {numbers.words} | {note}".rstrip() + " |")
     rows.append(f"| values of `logit_bias` | {BIAS_RANGE.words} | whole or not |")
     table = "\n".join(["", *rows, "", ""])
     return TABLE.sub(lambda _: table, page)
