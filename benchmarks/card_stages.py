@@ -747,8 +747,8 @@ def speed(card: Card) -> Iterator[Part]:
 
         def decodes(batch: int, depth: int, params: SamplingParams) -> dict[str, Any]:
             steps = Steps(loaded[0].executor, loaded[0].vocab_size)
-            steps.seat(batch, size.context, 2 * size.steps, params)
             try:
+                steps.seat(batch, size.context, 2 * size.steps, params)
                 seconds = steps.seconds(size.steps, depth)
                 busy = steps.busy_seconds(size.steps // 4)
             finally:
@@ -813,7 +813,11 @@ def host(card: Card) -> Iterator[Part]:
 
         def seat(batch: int, params: SamplingParams) -> Steps:
             steps = Steps(loaded[0].executor, loaded[0].vocab_size)
-            steps.seat(batch, small.context, amounts.host_steps, params)
+            try:
+                steps.seat(batch, small.context, amounts.host_steps, params)
+            except Exception:
+                steps.leave()  # what other parts need is not kept by this one
+                raise
             return steps
 
         def times(batch: int, params: SamplingParams) -> dict[str, Any]:
