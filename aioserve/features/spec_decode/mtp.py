@@ -333,6 +333,7 @@ class MtpSource(DraftSource):
                 body = load_body(self._hf_config, weights, dtype).to(place.device)
             except ConfigError as error:
                 raise ConfigError(f"{path}: {error}") from None
+        place.keep_latents(body)
         telling = TellingModel(target, halves, Taps(()))
         logits = halves.logits if self._head is None else place.linear(self._head)
         head = MtpHead(body, layout, parts, embedding, logits)

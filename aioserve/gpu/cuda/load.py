@@ -238,7 +238,9 @@ def load_models(
     model = load(info)
     if source is None:
         return model, None
-    own = DraftPlace(load, lambda weight: PlainLinear(weight, None), place.device)
+    own = DraftPlace(
+        load, lambda weight: PlainLinear(weight, None), place.device, place.keep_latents
+    )
     return model, source.load(model, info, own)
 
 

@@ -113,6 +113,7 @@ class DraftPlace(NamedTuple):
     load: Callable[[ModelInfo], ServedModel]
     linear: Callable[[Tensor], Callable[[Tensor], Tensor]]  # the product with a weight
     device: torch.device
+    keep_latents: Callable[[torch.nn.Module], int] = lambda _: 0  # as `Place` has it
 
 
 class FoundDraft(Protocol):

@@ -5,10 +5,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from aioserve.config import (
+    AdapterConfig,
+    CacheConfig,
+    EngineConfig,
+    RunnerConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from aioserve.engine import AsyncEngine
+from aioserve.errors import ConfigError
+from aioserve.features.spec_decode.drafts import find_draft
 from aioserve.gpu.cuda import flashinfer_attention
 from aioserve.gpu.cuda import load as loading
 from aioserve.gpu.cuda.executor import StepExecutor
@@ -23,11 +34,14 @@ from aioserve.runner.attention.backend import (
     LayerSpec,
 )
 from aioserve.scheduler.output import SchedulerOutput
+from tests.adapters import make_adapter
 from tests.architectures.tiny import Case, make_model
 from tests.architectures.tiny import make_config as make_model_config
 from tests.greedy import GreedyReference
+from tests.mtp_models import make_mtp_model
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.fake_flashinfer import FakeFlashInfer
+from tests.runner.cuda.on_device import make_device_runner
 from tests.runner.driver import Driver, make_config
 
 LATENTS: dict[str, Any] = {"kv_lora_rank": 128}  # the least that there are kernels for
@@ -192,6 +206,36 @@ def test_a_latent_state_is_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(cache.tensors) == len(cache.keys)
     blocks = served.executor.make_host_blocks(1 << 20)
     assert blocks.block_bytes == len(cache.keys) * 8 * (128 + 64) * 4
+
+
+def test_an_mtp_layer_keeps_latent_states_too(tmp_path: Path) -> None:
+    path = make_mtp_model("deepseek_v3", tmp_path / "model", **LATENTS)
+    config = msgspec.structs.replace(
+        make_config(path), speculation=SpeculationConfig(speculative_method="mtp")
+    )
+    info = ModelInfo(config.model)
+    place = CudaPlace(torch.device("cpu"), has_triton=False)
+    model, draft = loading.load_models(info, find_draft(config, info), place)
+    assert draft is not None
+    layers = [*model.kv_cache_spec.layers, *draft.kv_cache_spec.layers]
+    assert len(layers) == 4
+    assert all(layer.is_latent for layer in layers)
+
+
+async def test_an_adapter_for_what_makes_keys_of_latent_states_is_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "model", "deepseek_v3", **LATENTS)
+    config = make_config(path, skip_tokenizer_init=True, fused=False)
+
+    async def start(target: str) -> None:
+        adapter = make_adapter(path, tmp_path / target, rank=2, targets=(target,))
+        adapters = AdapterConfig(lora=(f"one={adapter}",))
+        own = msgspec.structs.replace(config, adapters=adapters)
+        async with AsyncEngine(own, runner=make_device_runner(own, FakeDevice())):
+            pass
+
+    await start("kv_a_proj_with_mqa")
+    with pytest.raises(ConfigError, match="kv_b_proj"):
+        await start("kv_b_proj")
 
 
 def test_a_module_whose_keys_are_no_products_of_its_weights_keeps_them(
