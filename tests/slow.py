@@ -19,6 +19,17 @@ _AT_DEPTH_ONE = (
     "test_schedule_costs_in_proportion_to_the_requests",
     *_OF_FEW,
 )
+#: What all policies share, and what random traffic brings as well: `make test` does not ask it of
+#: policies that put requests in another order alone, or give prompts other budgets.
+_SHARED = {
+    "test_blocks_from_outside_are_as_good_as_computed_ones",
+    "test_images_that_run_whole_are_not_split",
+    "test_no_step_wastes_what_requests_hold",
+    "test_states_are_those_of_the_tokens_before",
+    "test_what_a_policy_swaps_comes_back_whole",
+    "test_windows_hold_what_their_tokens_see",
+}
+_ALIKE = ("deadline", "hrrn", "latency_budget", "prefix_aged", "priority")
 
 
 def mostly_slow(values: Iterable[Any], *, but: Collection[Any]) -> list[Any]:
@@ -61,6 +72,8 @@ def mark_twins_of_depth_one(items: Iterable[pytest.Item]) -> None:
         if "PolicyContract" in kinds and item.originalname in _OF_FEW:
             if params.get("name") not in _OF_FEW[item.originalname]:
                 item.add_marker(pytest.mark.slow)
+        if item.originalname in _SHARED and params.get("name") in _ALIKE:
+            item.add_marker(pytest.mark.slow)
         if "PolicyContract" in kinds and params.get("pipeline_depth") == 1 and not both:
             if item.originalname not in _AT_DEPTH_ONE:
                 item.add_marker(pytest.mark.slow)

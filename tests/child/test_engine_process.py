@@ -181,7 +181,11 @@ def test_what_the_engine_logs_is_logged_here_by_the_same_loggers(caplog):
             "/no/such/model",
             marks=pytest.mark.slow,
         ),
-        (EngineConfig(server=ServerConfig(port=9000)), r"server\.port is 9000, which has no effe"),
+        pytest.param(
+            EngineConfig(server=ServerConfig(port=9000)),
+            r"server\.port is 9000, which has no effe",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["policy", "model", "port"],
 )
