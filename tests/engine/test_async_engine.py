@@ -391,7 +391,7 @@ async def test_a_prompt_of_anything_but_token_ids_is_refused(
 PUBLIC = """
     start shutdown wait_ended errored health state metrics
     add_request generate generate_one generate_all chat chat_one embed tokenize detokenize
-    abort abort_now arriving adapters media supports_embeddings
+    abort abort_now arriving adapters media supports_embeddings runner_parameters
     get_stats inspect policy_error replaced_policy_error
     switch_policy switch_shadow pause resume sleep wake reload reset_prefix_cache ask
     config model_info max_model_len started_at internals
