@@ -1,16 +1,19 @@
 """What speculation is worth: tokens per second with it against without, in turns.
 
     python benchmarks/speculation.py rewrite [--streams 1 4 16] [--rounds 3]
-    python benchmarks/speculation.py chat [--draft-model SMALL]   # else by n-grams
+    python benchmarks/speculation.py chat [--draft-model SMALL] [--temperature 0]
+    python benchmarks/speculation.py code --model models/test/qwen.gguf
     python benchmarks/speculation.py wrong     # simulated, all guesses wrong
     python benchmarks/speculation.py mtp [--models llama qwen3_5_text glm4_moe] [--streams 1 4]
 
 `rewrite` asks for a piece of this repository's code again, with one name changed: what a coding
 assistant does. Greedy. `chat` asks a short question and samples at temperature 1: little stands in
-the text that could come again, so this shows what guessing costs where it does not pay. Two engines
-in this process, one with and one without, take turns on the same prompts; no prompt comes twice, so
-none is known from an earlier round. As many tokens each. Medians of the rounds, and of the ratios
-of each; of processor time as well, which other processes disturb less.
+the text that could come again, so this shows what guessing costs where it does not pay. `code` asks
+for a new program, greedy. Two engines in this process, one with `--method` and one without, take
+turns on the same prompts; no prompt comes twice, so none is known from an earlier round. As many
+tokens each. Medians of the rounds, and of the ratios of each; of processor time as well, which
+other processes disturb less; and how many replies are equal, token for token. `--method none` shows
+what two equal engines differ by.
 
 `mtp`: what drafts of an MTP layer gain at most, and cost where all are wrong, beside no drafts.
 Random weights, 1,024 wide: the outputs of all layers are zero, so that the next token follows from
@@ -51,6 +54,42 @@ from aioserve.lab.workloads.synthetic import (
 program = Program(__doc__)
 
 LINES = 30  # of code in a prompt
+CODE = (
+    *("Write a Python module for {} with tests.", "Implement {} in C, with error handling."),
+    *("Write a class for {} in Java.", "Show three ways to do {} in Python, and compare them."),
+    *("Write a shell script for {}.", "Write a JavaScript function for {}, with examples."),
+)
+PROGRAMS = (
+    *(
+        "a binary heap",
+        "parsing CSV files",
+        "matrix multiplication",
+        "a thread pool",
+        "an LRU cache",
+    ),
+    *(
+        "Dijkstra's algorithm",
+        "reading log files",
+        "a bank account",
+        "counting words",
+        "a linked list",
+    ),
+    *(
+        "sorting by several keys",
+        "an HTTP client",
+        "a tic-tac-toe board",
+        "a bloom filter",
+        "a stack",
+    ),
+    *(
+        "a rate limiter",
+        "roman numerals",
+        "a trie",
+        "JSON validation",
+        "a priority queue",
+        "a timer",
+    ),
+)
 REWRITE = "Write this code again, with `self` renamed to `this`:\n```\n{}\n```"
 CHAT = (
     *("Tell me about {}.", "Why do people like {}?", "Write a letter to a friend about {}."),
@@ -100,13 +139,14 @@ def questions(task: str) -> list[str]:
     """Of one task, each once."""
     if task == "rewrite":
         return [REWRITE.format(text) for text in excerpts()]
+    if task == "code":
+        return [question.format(program) for question in CODE for program in PROGRAMS]
     return [question.format(subject) for question in CHAT for subject in SUBJECTS]
 
 
-async def start(model: str, speculation: SpeculationConfig) -> AsyncEngine:
-    engine = AsyncEngine(
-        EngineConfig(model=ModelConfig(model=model, max_model_len=2048), speculation=speculation)
-    )
+async def start(args: Args, speculation: SpeculationConfig) -> AsyncEngine:
+    model = ModelConfig(model=args.model, max_model_len=2048, dtype=args.dtype)
+    engine = AsyncEngine(EngineConfig(model=model, speculation=speculation))
     await engine.__aenter__()
     return engine
 
@@ -116,23 +156,23 @@ class Speed(NamedTuple):
 
     tokens_per_second: float
     cpu_seconds: float
+    replies: list[list[int]]  # token ids
 
 
 async def measure(
     engine: AsyncEngine, batch: list[str], num_tokens: int, temperature: float
 ) -> Speed:
-    async def one(seed: int, question: str) -> None:
+    async def one(seed: int, question: str) -> list[int]:
         params = SamplingParams(
             max_tokens=num_tokens, temperature=temperature, seed=seed, ignore_eos=True
         )
         stream = await engine.add_request([{"role": "user", "content": question}], params)
-        async for _ in stream:
-            pass
+        return [token_id async for output in stream for token_id in output.token_ids]
 
     begin, cpu_begin = time.perf_counter(), time.process_time()
-    await asyncio.gather(*(one(seed, question) for seed, question in enumerate(batch)))
+    replies = await asyncio.gather(*(one(seed, text) for seed, text in enumerate(batch)))
     seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
-    return Speed(len(batch) * num_tokens / seconds, cpu_seconds)
+    return Speed(len(batch) * num_tokens / seconds, cpu_seconds, replies)
 
 
 def drafted(engine: AsyncEngine) -> tuple[int, int]:
@@ -144,12 +184,12 @@ def drafted(engine: AsyncEngine) -> tuple[int, int]:
 
 async def compare_tasks(task: str, args: Args) -> dict[str, Any]:
     """Two engines on the questions of a task."""
-    off = await start(args.model, SpeculationConfig())
-    method: Any = "draft" if args.draft_model else "ngram"
+    off = await start(args, SpeculationConfig())
+    method: Any = "draft" if args.draft_model else args.method
     speculation = SpeculationConfig(speculative_method=method, draft_model=args.draft_model)
-    on = await start(args.model, speculation)
+    on = await start(args, speculation)
     texts, result = iter(questions(task)), {}
-    temperature = 1.0 if task == "chat" else 0.0
+    temperature = args.temperature
     for engine in (off, on):
         await measure(engine, [next(texts)], 20, temperature)
     for streams in args.streams:
@@ -168,6 +208,10 @@ async def compare_tasks(task: str, args: Args) -> dict[str, Any]:
         found["cpu_ratio"] = statistics.median(cpu)
         num_drafts, num_right = (now - then for now, then in zip(drafted(on), before, strict=True))
         num_tokens = args.rounds * streams * args.tokens
+        replies = [
+            both for r in rounds for both in zip(r["on"].replies, r["off"].replies, strict=True)
+        ]
+        found["equal_replies"] = sum(own == other for own, other in replies) / len(replies)
         found["wrong_share"] = (num_drafts - num_right) / num_tokens
         result[streams] = {name: round(value, 3) for name, value in found.items()}
         print(
@@ -175,7 +219,8 @@ async def compare_tasks(task: str, args: Args) -> dict[str, Any]:
             f"with, {found['ratio']:.2f} times; processor time {found['cpu_ratio']:.2f} "
             f"times ({' '.join(f'{ratio:.2f}' for ratio in ratios)};"
             f" {' '.join(f'{ratio:.2f}' for ratio in cpu)}); of {num_drafts} guessed tokens "
-            f"{num_right} were right, of {num_tokens} in all",
+            f"{num_right} were right, of {num_tokens} in all; {found['equal_replies']:.0%} of the "
+            "replies are equal",
             flush=True,
         )
     num_drafts, num_right = drafted(on)
@@ -191,6 +236,9 @@ TASK: dict[str, Any] = {
     "rounds": 3,
     "tokens": 200,
     "draft_model": str,
+    "method": Opt("auto", choices=["auto", "ngram", "none"]),
+    "dtype": "auto",
+    "temperature": 0.0,
 }
 
 
@@ -200,7 +248,13 @@ async def rewrite(args: Args) -> dict[str, Any]:
     return await compare_tasks("rewrite", args)
 
 
-@program.command("chat", **TASK)
+@program.command("code", **TASK)
+async def code(args: Args) -> dict[str, Any]:
+    """Code that is new: how often it repeats itself is up to the model."""
+    return await compare_tasks("code", args)
+
+
+@program.command("chat", **TASK | {"temperature": 1.0})
 async def chat(args: Args) -> dict[str, Any]:
     """Measure drafts on short questions with sampled replies."""
     return await compare_tasks("chat", args)

@@ -224,13 +224,13 @@ _RULES = (
     _Rule(
         "speculation",
         ("speculative_method",),
-        _is_model,
+        lambda config: _is_model(config) or not config.speculation.drafts_surely,
         "simulated drafts are asked for by runner.simulated_draft_tokens",
     ),
     _Rule(
         "speculation",
         ("speculative_method",),
-        lambda config: config.scheduler.pipeline_depth != 2,
+        lambda config: config.scheduler.pipeline_depth != 2 or not config.speculation.drafts_surely,
         "at scheduler.pipeline_depth 2 a step begins before what to guess from is known",
     ),
     _Rule(
@@ -242,8 +242,8 @@ _RULES = (
     _Rule(
         "speculation",
         ("prompt_lookup_min", "prompt_lookup_store"),
-        lambda config: config.speculation.speculative_method == "ngram",
-        "speculation.speculative_method is not ngram",
+        lambda config: config.speculation.drafts_by_ngrams,
+        "speculation.speculative_method is neither ngram nor auto",
     ),
     _Rule(
         "speculation",

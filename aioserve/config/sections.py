@@ -534,10 +534,12 @@ class SpeculationConfig(Section, frozen=True, kw_only=True):
     """Speculative decoding: how draft tokens are made."""
 
     speculative_method: Annotated[
-        Literal["none", "ngram", "draft", "mtp"],
+        Literal["none", "auto", "ngram", "draft", "mtp"],
         doc(
             "speculative decoding: draft tokens, verified in one pass; ngram: prompt lookup, what "
-            "followed the same tokens before, in this text or in recent outputs; draft: the tokens "
+            "followed the same tokens before, in this text or in recent outputs; auto: ngram on a "
+            "CPU, for models without states and steps that are not planned ahead, else none; "
+            "draft: the tokens "
             "of --draft-model; mtp: those of the model's own multi-token prediction (MTP) layer, "
             "as checkpoints of DeepSeek-V3, GLM-4.5 to 4.7, Qwen3-Next and Qwen3.5 have one"
         ),
@@ -558,6 +560,16 @@ class SpeculationConfig(Section, frozen=True, kw_only=True):
     prompt_lookup_store: Annotated[
         int, doc("ngram drafts: tokens of recent outputs that are searched", ge=0)
     ] = 65536
+
+    @property
+    def drafts_by_ngrams(self) -> bool:
+        """Whether drafts are what followed the same tokens before, where the model allows it."""
+        return self.speculative_method in ("auto", "ngram")
+
+    @property
+    def drafts_surely(self) -> bool:
+        """Whether drafts are made whatever the model is, whose memory is to have room for them."""
+        return self.speculative_method not in ("none", "auto")
 
     @property
     def drafts_by_model(self) -> bool:

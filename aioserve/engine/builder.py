@@ -369,6 +369,7 @@ def _check_chat_template(model_info: ModelInfo) -> None:
 
 def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
     """Return the runner that the config names; only that one is imported."""
+    config = _without_auto_drafts(config)
     if config.runner.runner == "simulated":
         from aioserve.runner.simulated import SimulatedRunner
 
@@ -389,6 +390,19 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
     from aioserve.runner.cpu.runner import SleepingRunner
 
     return SleepingRunner(config, model_info)
+
+
+def _without_auto_drafts(config: EngineConfig) -> EngineConfig:
+    """Return the settings with `auto` drafts only where steps wait for what to guess from."""
+    from aioserve.runner.devices import choose_device
+
+    if config.speculation.speculative_method != "auto":
+        return config
+    is_model = config.runner.runner == "model" and choose_device(config) == "cpu"
+    if is_model and config.scheduler.pipeline_depth != 2:
+        return config
+    speculation = msgspec.structs.replace(config.speculation, speculative_method="none")
+    return msgspec.structs.replace(config, speculation=speculation)
 
 
 # Whether this engine's runner can do what a policy asks of it: asked before it plans.

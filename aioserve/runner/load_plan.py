@@ -213,7 +213,9 @@ class LoadPlan:
         drafter: Drafter | None = None
         speculation = self.config.speculation
         if self.ranks is None or self.ranks.is_first:  # guesses reach the others with the steps
-            if speculation.speculative_method == "ngram":
+            if speculation.drafts_by_ngrams and (
+                speculation.drafts_surely or self.model.states is None
+            ):
                 from aioserve.runner.batch.drafter import DRAFTERS
 
                 drafter = DRAFTERS["ngram"](speculation)

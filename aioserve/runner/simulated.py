@@ -215,7 +215,7 @@ class SimulatedRunner(RunnerInterface):
                 config.runner.simulated_window,
                 cache.num_window_blocks,
             )
-        has_drafts = config.speculation.speculative_method != "none"
+        has_drafts = config.speculation.drafts_surely
         has_drafts = has_drafts or config.runner.simulated_draft_tokens > 0
         #: What `load` answers; known before, as nothing is loaded.
         self.info = RunnerInfo(

@@ -113,6 +113,28 @@ async def test_ngrams_change_no_token_of_any_kind_of_request(policy: str) -> Non
     assert without.num_preemptions
 
 
+async def test_automatic_drafts_are_ngrams_and_none_where_steps_are_planned_ahead() -> None:
+    said, drafts = [], []
+    for depth in (1, 2):
+        config = EngineConfig(
+            model=ModelConfig(dtype="float32"),
+            scheduler=SchedulerConfig(pipeline_depth=depth),
+            speculation=SpeculationConfig(speculative_method="auto"),
+        )
+        async with AsyncEngine(config) as engine:
+            params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+            token_ids: list[int] = []
+            for _ in range(2):
+                async for output in engine.generate("KING: My lord, my lord, my lord", params):
+                    token_ids += output.token_ids
+            stats = engine.get_stats()
+            assert stats is not None
+            said.append(token_ids)
+            drafts.append(stats.num_draft_tokens)
+    assert said[0] == said[1]
+    assert drafts[0] > 0 == drafts[1]
+
+
 async def test_speculation_with_steps_in_flight_is_refused() -> None:
     config = EngineConfig(
         scheduler=SchedulerConfig(pipeline_depth=2),

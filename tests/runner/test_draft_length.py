@@ -2,7 +2,14 @@
 
 import pytest
 
-from aioserve.features.spec_decode.draft_length import TRIAL_INTERVAL, DraftLength, ModelDraftLength
+from aioserve.features.spec_decode.draft_length import (
+    CLASSES,
+    LOSS_SHARE,
+    TRIAL_INTERVAL,
+    DraftLength,
+    ModelDraftLength,
+    TextDraftLength,
+)
 
 
 def learned(num_rows: int, base: float, per_token: float) -> DraftLength:
@@ -158,3 +165,92 @@ def test_a_draft_model_follows_the_requests_that_are_asked_for_and_no_other_that
             length.verified(name, 8, 0)
     assert length.limits({"none": 5}) == {}  # no trial of it either
     assert length.limits({"none": 5, "open": 5}) == {"open": 1}
+
+
+def text_learned(num_rows: int, base: float, per_token: float) -> TextDraftLength:
+    length = TextDraftLength(8)
+    for number in range(40):
+        num_tokens = num_rows * (1 + number % 9)
+        length.stepped(num_rows, num_tokens, base + per_token * num_tokens)
+    return length
+
+
+def lost_share(
+    length: TextDraftLength, look_seconds: float, step_seconds: float, price: float
+) -> float:
+    """What searches and drafts of one row that are all wrong take of 5,000 steps."""
+    lost, drafts = 0.0, 0
+    for _ in range(5000):
+        if drafts:
+            length.verified("row", drafts, 0)
+            lost += drafts * price * step_seconds
+        drafts = 0
+        length.stepped(1, 1, step_seconds)
+        if length.may_look():
+            drafts = length.limit("row", 3)
+            length.looked(look_seconds)
+            lost += look_seconds
+    return lost / (5000 * step_seconds)
+
+
+@pytest.mark.parametrize("look_seconds", [1e-6, 1e-4, 1e-2])
+@pytest.mark.parametrize("per_token", [1e-5, 1e-3, 5e-3])
+def test_searches_and_wrong_drafts_take_a_small_share_of_the_time(
+    look_seconds: float, per_token: float
+) -> None:
+    length = text_learned(1, 0.01, per_token)
+    step = 0.01 + per_token
+    one = (8 * per_token + look_seconds) / (5000 * step)  # the last may go beyond
+    assert lost_share(length, look_seconds, step, per_token / step) < 1.2 * LOSS_SHARE + one
+
+
+def test_where_drafts_are_right_every_step_is_searched() -> None:
+    length = text_learned(1, 0.01, 0.001)
+    looks = 0
+    for _ in range(500):
+        length.stepped(1, 1, 0.011)
+        if length.may_look():
+            looks += 1
+            length.looked(1e-3)  # a tenth of a step
+            assert length.limit("row", 3) >= 1
+            length.verified("row", 2, 2)
+    assert looks > 450
+    for _ in range(400):  # and when they are right no more, soon none
+        length.stepped(1, 1, 0.011)
+        if length.may_look():
+            looks += 1
+            length.looked(1e-3)
+            if drafts := length.limit("row", 3):
+                length.verified("row", drafts, 0)
+    assert looks < 550
+
+
+def test_where_more_tokens_agree_drafts_are_believed_apart() -> None:
+    length = text_learned(1, 0.01, 0.005)  # a price of a third
+    for _ in range(20):
+        length.limit("row", 3)
+        length.verified("row", 2, 0)
+        length.limit("row", CLASSES[-1])
+        length.verified("row", 8, 8)
+    assert [length.limit("row", agreed) for agreed in (3, CLASSES[-1])] == [0, 8]
+    assert [length.limit("new", agreed) for agreed in (3, CLASSES[-1])] == [0, 8]
+
+
+def test_in_a_full_batch_texts_are_searched_now_and_then() -> None:
+    length = text_learned(64, 0.002, 0.002)
+    assert length.price > 0.97
+    looks = 0
+    for _ in range(4 * TRIAL_INTERVAL):
+        length.stepped(64, 64, 0.13)
+        looks += length.may_look()
+    assert looks == 4
+
+
+def test_a_policy_that_asks_for_drafts_gets_them_whatever_was_lost() -> None:
+    length = text_learned(1, 0.01, 0.001)
+    length.looked(1.0)
+    length.stepped(1, 1, 0.011)
+    assert not length.may_look()
+    length.asked = {"row": 3}
+    assert length.may_look()
+    assert length.limit("row", 3) == 3

@@ -4,7 +4,7 @@ import random
 
 import msgspec
 
-from aioserve.features.spec_decode.draft_length import DraftLength
+from aioserve.features.spec_decode.draft_length import TextDraftLength
 from aioserve.features.spec_decode.ngram import MAX_MATCH, NgramDrafter, NgramText
 from aioserve.params import SamplingParams
 from aioserve.scheduler.output import NewRequestData
@@ -47,7 +47,7 @@ def request(token_ids: list[int], num_prompt_tokens: int, salt: str = "") -> New
 
 
 def test_outputs_are_remembered_for_others_but_not_across_salts() -> None:
-    drafter = NgramDrafter(3, 100, DraftLength(4))
+    drafter = NgramDrafter(3, 100, TextDraftLength(4))
     drafter.set(0, request([1, 2, 3], 3))
     drafter.append(0, [10, 11, 12, 13, 14, 15])
     for salt in ("", "mine"):
@@ -68,7 +68,7 @@ def test_outputs_are_remembered_for_others_but_not_across_salts() -> None:
 
 
 def test_the_store_forgets_the_oldest_half() -> None:
-    drafter = NgramDrafter(2, 40, DraftLength(4))
+    drafter = NgramDrafter(2, 40, TextDraftLength(4))
     for first in range(0, 50, 10):
         drafter.set(0, request([999], 1))
         drafter.append(0, list(range(first, first + 10)))
@@ -81,7 +81,7 @@ def test_the_store_forgets_the_oldest_half() -> None:
 
 
 def test_what_an_adapter_says_is_no_guess_for_others() -> None:
-    drafter = NgramDrafter(2, 40, DraftLength(4))
+    drafter = NgramDrafter(2, 40, TextDraftLength(4))
     said = {}
     for name in ("", "a", "b"):
         drafter.set(0, msgspec.structs.replace(request([999], 1), adapter_id=name))

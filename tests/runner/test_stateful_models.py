@@ -169,6 +169,17 @@ async def test_wrong_drafts_leave_no_trace_in_states(
     assert stats.num_preemptions or scheduler.policy != "fcfs"
 
 
+async def test_no_draft_is_made_unasked_where_states_would_be_kept_twice(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftLength, "stepped", lambda *_: None)  # every draft would pay
+    auto = SpeculationConfig(speculative_method="auto", prompt_lookup_min=1)
+    way = {"allowed_token_ids": [100, 103, 106]}
+    async with AsyncEngine(small_config(model, speculation=auto)) as engine:
+        await tokens_of(engine, make_prompts()[0], msgspec.structs.replace(greedy(40), **way))
+        assert stats_of(engine).num_draft_tokens == 0
+
+
 async def test_too_little_memory_for_a_state_is_refused_in_a_line(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"not one (request|KV block) fits: "):
         async with AsyncEngine(small_config(model, cache=CacheConfig(kv_cache_gib=1e-6))):
@@ -209,7 +220,8 @@ def test_sizes_that_make_no_sense_are_named(
 
 
 @pytest.mark.parametrize(
-    ("method", "max_num_seqs", "num_slots"), [("none", 2, 6), ("ngram", 2, 6), ("ngram", 64, 5)]
+    ("method", "max_num_seqs", "num_slots"),
+    [("none", 2, 6), ("ngram", 2, 6), ("ngram", 64, 5), ("auto", 64, 10)],
 )
 def test_memory_is_set_aside_for_the_states_before_drafts(
     method: Any, max_num_seqs: int, num_slots: int

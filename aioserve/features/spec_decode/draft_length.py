@@ -29,6 +29,16 @@ TRIAL_INTERVAL = 64
 # Steps in which the first guesses of a request must repay the reading of its text. A guess.
 REPAID_IN = 128
 TRIAL_SHARE = 0.01  # of the time of steps, for trials of a draft model that pays for no request
+# Of the time of steps, what searches and wrong drafts may cost in all before something is gained.
+LOSS_SHARE = 0.005
+# What was gained pays for later losses up to this many steps: then a text that no longer repeats
+# itself is noticed soon. A guess.
+MOST_CREDIT = 4.0
+# Tokens that agreed before a draft, from which on it is of a higher class: where more agreed, more
+# drafts are right.
+CLASSES = (6, 12)
+MOST_CHANCE = 0.95  # that is believed of a draft before a search: dearer tokens are not worth one
+LEAST_BELIEF = 0.5  # in what is known of a class, however much is known of a request
 
 
 class _Record:
@@ -124,6 +134,10 @@ class DraftLength:
         """A step is done; the next one may have as many rows."""
         self._cost.add(num_tokens, max(seconds, 1e-6))
         self.price = self._cost.share(num_rows)
+        self._settle(num_rows, seconds)
+
+    def _settle(self, num_rows: int, seconds: float) -> None:
+        """Count what was spent and gained since the last step."""
 
     def verified(self, request: Hashable, num_drafts: int, num_right: int) -> None:
         """Record how many draft tokens were sent and accepted."""
@@ -156,13 +170,83 @@ class DraftLength:
 
     def _paying(self, request: Hashable) -> int:
         record = self._record(request)
-        chance = record.chance(self._first_chance())
+        return self._paying_by(record, record.chance(self._first_chance()))
+
+    def _paying_by(self, record: _Record, chance: float) -> int:
         if chance < self.price:
             record.forget_some()
             return 0
         if chance >= 1.0 or self.price <= 0.0:
             return self.max_tokens
         return min(int(math.log(self.price) / math.log(chance)), self.max_tokens)
+
+
+class TextDraftLength(DraftLength):
+    """The length of drafts that are found in texts, for which the texts have to be searched.
+
+    Ask `may_look` before a search, tell what it took, then ask for the `limit` of what was found. A
+    request has a record for each class of agreement, which begins as what is known of all requests.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(max_tokens)
+        self._by_class = [_Record() for _ in range(len(CLASSES) + 1)]
+        self._sent: dict[Hashable, int] = {}  # by request, the class of its last draft
+        self._row_seconds = 0.0  # of a step, for one of its rows
+        #: Seconds that may be lost now; below 0, more was lost than may be.
+        self._credit = 0.0
+        self._spent = 0.0  # seconds since the last step, less what was gained
+
+    def may_look(self) -> bool:
+        """Return whether drafts are to be looked for after this step."""
+        return bool(self.asked) or (self._credit >= 0.0 and self._may_pay())
+
+    def looked(self, seconds: float) -> None:
+        """Record what a search took."""
+        self._spent += seconds
+
+    def limit(self, request: Hashable, agreed: int = 0) -> int:
+        """Return the most draft tokens that pay for it behind so many tokens that `agreed`."""
+        if (asked := self.asked.get(request)) is not None:
+            return min(asked, self.max_tokens)
+        found = sum(agreed >= least for least in CLASSES)
+        record, of_all = self._record((request, found)), self._by_class[found]
+        limit = self._paying_by(record, record.chance(of_all.chance(FIRST_CHANCE)))
+        if not limit:
+            self._num_withheld += 1
+            limit = 0 if self._num_withheld % TRIAL_INTERVAL else 1
+        if limit:
+            self._sent[request] = found
+        return limit
+
+    def verified(self, request: Hashable, num_drafts: int, num_right: int) -> None:
+        found = self._sent.get(request, 0)
+        record = self._record((request, found))
+        record.note(num_drafts, num_right)
+        record.belief = max(record.belief, LEAST_BELIEF)
+        self._by_class[found].note(num_drafts, num_right, STEP_MEMORY)
+        self._spent += (num_drafts * self.price - num_right) * self._row_seconds
+
+    def forget(self, request: Hashable) -> None:
+        self._sent.pop(request, None)
+        for found in range(len(self._by_class)):
+            super().forget((request, found))
+
+    def forget_times(self) -> None:
+        super().forget_times()
+        self._row_seconds = self._credit = self._spent = 0.0
+
+    def _settle(self, num_rows: int, seconds: float) -> None:
+        self._row_seconds = self._cost.seconds(num_rows) / num_rows
+        credit = self._credit + LOSS_SHARE * seconds - self._spent
+        self._credit, self._spent = min(credit, MOST_CREDIT * seconds), 0.0
+
+    def _may_pay(self) -> bool:
+        """Return whether drafts would pay if they were nearly all right; if not, now and then."""
+        if self.price < MOST_CHANCE:
+            return True
+        self._num_withheld += 1
+        return not self._num_withheld % TRIAL_INTERVAL
 
 
 class ModelDraftLength(DraftLength):

@@ -5,11 +5,12 @@ what came after them there may come again. Knows rows and token ids. Knows nothi
 are verified, nor how many of them pay.
 """
 
+import time
 from array import array
 from collections.abc import Iterable, Sequence
 
 from aioserve.config import SpeculationConfig
-from aioserve.features.spec_decode.draft_length import DraftLength
+from aioserve.features.spec_decode.draft_length import TextDraftLength
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.batch.drafter import Drafter, Texts
 from aioserve.scheduler.output import NewRequestData
@@ -109,7 +110,9 @@ class _Store:
 class NgramDrafter(Drafter):
     """Guesses for each row of the persistent batch, as long as `length` says that they pay."""
 
-    def __init__(self, size: int, store_tokens: int, length: DraftLength) -> None:
+    length: TextDraftLength
+
+    def __init__(self, size: int, store_tokens: int, length: TextDraftLength) -> None:
         """`size`: tokens that must agree. `store_tokens`: of earlier outputs that are kept,
         apart for each adapter: what one says, another would not.
         """
@@ -145,25 +148,32 @@ class NgramDrafter(Drafter):
         self, rows: Sequence[int], others: Sequence[int], inputs: StepInputs, texts: Texts
     ) -> dict[int, list[int]]:
         del others, inputs, texts
-        return {row: token_ids for row in rows if (token_ids := self.guess(row))}
+        began = time.perf_counter()
+        found = {row: token_ids for row in rows if (token_ids := self.guess(row))}
+        self.length.looked(time.perf_counter() - began)
+        return found
+
+    def rests(self) -> bool:
+        return not self.length.may_look()
 
     def guess(self, row: int) -> list[int]:
         """Return the tokens that may come next; none if nothing like it was said before, or if it
         would not pay.
         """
-        max_tokens = self.length.limit(row)
-        if not max_tokens:
+        if self.length.asked.get(row) == 0:
             return []
         text = self._rows[row]
         end = text.token_ids[-MAX_MATCH:]
         store = self._shared.get(row)
         sources = (text,) if store is None else (text, store.recent, store.older)
-        best, guesses = 0, array("i")
+        best, behind, found = 0, 0, text
         for source in sources:
-            agreement, behind = source.find(end)
+            agreement, place = source.find(end)
             if agreement > best:
-                best, guesses = agreement, source.token_ids[behind : behind + max_tokens]
-        return guesses.tolist()
+                best, behind, found = agreement, place, source
+        if not best or not (most := self.length.limit(row, best)):
+            return []
+        return found.token_ids[behind : behind + most].tolist()
 
     def _store_of(self, adapter_id: str) -> _Store:
         store = self._stores.pop(adapter_id, None) or _Store(self._size, self._store_tokens)
@@ -175,9 +185,9 @@ class NgramDrafter(Drafter):
 
 def ngram_drafter(config: SpeculationConfig) -> NgramDrafter | None:
     """Return the n-gram drafter that the settings ask for; None if they ask for none."""
-    if config.speculative_method != "ngram":
+    if not config.drafts_by_ngrams:
         return None
-    length = DraftLength(config.num_speculative_tokens)
+    length = TextDraftLength(config.num_speculative_tokens)
     return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_store, length)
 
 

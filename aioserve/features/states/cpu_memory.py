@@ -60,7 +60,7 @@ def _num_with_drafts(config: EngineConfig) -> int:
     """Return most requests whose states are kept twice in a step: those before their drafts as
     well.
     """
-    return config.scheduler.max_num_seqs * (config.speculation.speculative_method != "none")
+    return config.scheduler.max_num_seqs * config.speculation.drafts_surely
 
 
 def choose_num_state_slots(config: EngineConfig, bytes_per_slot: int, *, is_shared: bool) -> int:

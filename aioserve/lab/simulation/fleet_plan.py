@@ -293,7 +293,7 @@ class Fleet(msgspec.Struct, frozen=True):
                 f"cache.kv_connector is {config.cache.kv_connector}, but what is loaded from "
                 "elsewhere is not simulated in a fleet: leave it out"
             )
-        if config.speculation.speculative_method != "none":
+        if config.speculation.drafts_surely:
             raise ConfigError(
                 "speculation.speculative_method is for real models: in a fleet give "
                 "runner.simulated_draft_tokens"

@@ -100,7 +100,7 @@ def _can_be_one(config: EngineConfig, workload: Workload) -> bool:
         and config.scheduler.request_log is None
         and config.shadow.shadow_policy is None
         and config.cache.kv_connector == "none"
-        and config.speculation.speculative_method == "none"
+        and not config.speculation.drafts_surely
         and not step_times(config.runner).rates.jitter
     )
 

@@ -100,6 +100,12 @@ class Drafter(ABC):
         `others` are the rest of its rows that may ask later.
         """
 
+    def rests(self) -> bool:
+        """Return whether it has no guess after this step, whatever rows there are. To be asked once
+        a step, when `length` has been told of it.
+        """
+        return False
+
     def close(self) -> None:  # noqa: B027
         """Give back what it holds, if that is anything. Idempotent."""
 
@@ -215,6 +221,13 @@ class DraftRows(BatchPart[bool]):
         or where the drafter has a guess.
         """
         found: dict[int, list[int]] = {}
+        drafter = self.drafter
+        if drafter is not None:
+            drafter.length.asked = inputs.parts.get(self.name, {})
+            if drafter.rests():
+                if not self._grammars.rows:
+                    return {}
+                drafter = None
         waiting, sampled = [], set(inputs.sampling.tolist())
         others = []  # rows that ask in a later step
         for index, row in enumerate(inputs.rows.tolist()):
@@ -227,11 +240,10 @@ class DraftRows(BatchPart[bool]):
                 others.append(row)
             else:
                 waiting.append(row)
-        if self.drafter is not None:
+        if drafter is not None:
             texts = Texts(batch, self._grammars, self._sampling)
-            self.drafter.length.asked = inputs.parts.get(self.name, {})
             try:
-                guesses = self.drafter.guesses(waiting, others, inputs, texts)
+                guesses = drafter.guesses(waiting, others, inputs, texts)
             except Exception:  # what follows is computed without
                 logger.exception("no tokens could be guessed")
                 self._grammars.come_back()

@@ -152,7 +152,7 @@ class StepExecutor:
         self._rescue = StepRescue(self._batch, self._compute, is_possible=is_possible)
         self._encoder = model.image_encoder
         self._takes_guesses = (  # of a grammar or a drafter
-            model.states is None or plan.config.speculation.speculative_method != "none"
+            model.states is None or plan.config.speculation.drafts_surely
         )
         self.info = RunnerInfo(
             num_kv_blocks=backend.memory.num_blocks,
