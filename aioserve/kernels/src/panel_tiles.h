@@ -23,16 +23,16 @@ INLINE void begin_panels(int64_t rows) {
 
 INLINE void end_panels(void) { _tile_release(); }
 
-// The last 16 inputs of rows and of a panel, with zeros behind them.
+// The last 16 inputs of rows and of a panel, or of its right half, with zeros behind them.
 typedef struct {
     bf16 rows[TILE_ROWS][TILE_IN], panel[TILE_IN / 2][PANEL][2];
 } tail;
 
 INLINE void fill_tail(tail *last, const bf16 *x, int64_t x_stride, int64_t rows,
-                      const bf16 *panel) {
+                      const bf16 *panel, int64_t outputs) {
     memset(last, 0, sizeof *last);
     for (int64_t r = 0; r < rows; r++) memcpy(last->rows[r], x + r * x_stride, 32);
-    memcpy(last->panel, panel, 8 * PANEL_LINE);
+    memcpy(last->panel, panel, 7 * PANEL_LINE + 4 * outputs);  // no line of the weight follows
     IS_WRITTEN(last);
 }
 
@@ -93,7 +93,7 @@ static void tile_by_panel(int64_t rows, const bf16 *x, const bf16 *panel, int64_
     if (k < in) {
         tail last;
         fetch = next;
-        fill_tail(&last, x + k, in, rows, panel + k * PANEL);
+        fill_tail(&last, x + k, in, rows, panel + k * PANEL, PANEL);
         FOUR(last.rows, 2 * TILE_IN, last.panel);
     }
     _tile_stored(0, sums, 4 * PANEL);
@@ -132,7 +132,7 @@ static void two_by_half(int64_t apart, const bf16 *x, const bf16 *panel, int64_t
     }
     if (k < in) {
         tail last;
-        fill_tail(&last, x + k, in, apart + 16, panel + k * PANEL);
+        fill_tail(&last, x + k, in, apart + 16, panel + k * PANEL, PANEL / 2);
         TWO_BY_TWO(last.rows, 2 * TILE_IN, apart, last.panel);
     }
     _tile_stored(0, sums[0], 4 * PANEL);
