@@ -176,7 +176,8 @@ RANGES: dict[str, Range] = {
 #: Parameters that not every runner serves, and what is said of one that does not. The runner of the
 #: CPU and the simulated one serve all of them, unless the model stands in the way; that of a card
 #: serves those that its executor names in `RunnerInfo.parameters`. Where one is not served, it is
-#: refused, and the cards of the models do not name it.
+#: refused, and the cards of the models do not name it. The error says that this engine's runner, or
+#: this model, "does not ...".
 RUNNER_PARAMETERS: dict[str, str] = {
     "prompt_logprobs": "does not give the logits of prompts",
 }
