@@ -216,17 +216,26 @@ def test_the_largest_sums_do_not_saturate(kernels: Kernels, sign: int) -> None:
     assert_as_expected(step, step.run(kernels, scaling=scaling), scaling=scaling)
 
 
-def test_equal_scores_give_the_exact_mean_of_codes(kernels: Kernels) -> None:
-    """Of 2^n keys, with scales that are powers of two: nothing is rounded, and nothing is lost."""
-    step = make_step([(1, 64), (1, 1024)])
+def means_of_seen(step: Step, row: int) -> Tensor:
+    """What the tokens of a row get [tokens, heads, dim], in float64, if all scores are equal."""
+    tokens, length = int(step.query_start_loc.diff()[row]), int(step.seq_lens[row])
+    group = step.query.shape[1] // step.value_cache.shape[1]
+    values, scales = of_row(step.value_cache, step.block_table[row], length, group)
+    sums = (values * scales[..., None]).cumsum(1)
+    means = sums / torch.arange(1, length + 1)[:, None]
+    return means[:, length - tokens :].transpose(0, 1)
+
+
+def test_equal_scores_give_the_exact_mean_of_seen_codes(kernels: Kernels) -> None:
+    """With scales that are powers of two no weight is rounded, and none goes to an unseen key."""
+    step = make_step([(1, 64), (1, 1024), (1, 40), (20, 45)])
     step.query.zero_()
     for cache in (step.key_cache, step.value_cache):
         scales = cache[..., -4:].contiguous().view(torch.float32)
         cache[..., -4:] = torch.where(scales.isnan(), scales, 0.25).view(torch.int8)
-    out = step.run(kernels)
-    for row, length in enumerate(step.seq_lens.tolist()):
-        values, _ = of_row(step.value_cache, step.block_table[row], length, 3)
-        torch.testing.assert_close(out[row].double(), values.mean(1) / 4, rtol=1e-6, atol=1e-6)
+    out = step.run(kernels).double()
+    for row, own in enumerate(out.split(step.query_start_loc.diff().tolist())):
+        torch.testing.assert_close(own, means_of_seen(step, row), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -274,12 +283,12 @@ def test_a_query_that_is_not_a_number_gives_none(kernels: Kernels) -> None:
 
 
 def test_queries_and_values_of_next_to_nothing_are_no_infinities(kernels: Kernels) -> None:
-    """The inverse of so small a number may be infinite: all weights of such a query are equal."""
-    step = make_step([(1, 64), (1, 64)])
-    step.query[0] = 1e-35
-    out = step.run(kernels)
-    values, scales = of_row(step.value_cache, step.block_table[0], 64, 3)
-    mean = (values * scales[..., None]).mean(1)
-    assert float((out[0].double() - mean).abs().max()) < 0.03  # of numbers up to 5
+    """The inverse of so small a number may be infinite: such a query weighs all it sees equally."""
+    step = make_step([(1, 64), (1, 64), (1, 40), (20, 45)])
+    step.query[0] = step.query[2:] = 1e-35
+    out = step.run(kernels).double().split(step.query_start_loc.diff().tolist())
+    for row in (0, 2, 3):
+        error = (out[row] - means_of_seen(step, row)).abs()
+        assert float(error.max()) < 0.03, row  # of numbers up to 5
     step.value_cache[..., -4:] = torch.tensor([1e-36]).view(torch.int8)
     assert not bool(step.run(kernels).any())

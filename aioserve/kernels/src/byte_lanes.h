@@ -14,6 +14,7 @@
 #define KEY_ZERO 0
 #endif
 #define LEAST 1e-30f  // largest number that is rounded to 8 bits: the inverse of less could be infinite
+#define LEAST_UNIT 1e-20f  // of scores: NOTHING_SEEN times it is still far below what exp2 calls 0
 #define TOGETHER 32   // keys, beginning with a multiple of it, whose weights share a scale
 
 // To the lanes of `sums`: products of the numbers in `u`, not negative, with those in `s`.
@@ -300,7 +301,7 @@ static float soften_codes(const attention *args, const float *scales, rounded_qu
         return 1;
     }
     float unit = args->scaling * query.scale;
-    unit = unit < LEAST ? LEAST : unit;  // else what is not seen would count; NaN stays NaN
+    unit = unit < LEAST_UNIT ? LEAST_UNIT : unit;  // else what is not seen would count; NaN stays NaN
     const int32_t zero = KEY_ZERO * query.sum;
     const float softcap = args->softcap, per_cap = softcap > 0 ? 2 * unit / softcap : 0;
     vf top = splat(-INFINITY), sums = {0};
