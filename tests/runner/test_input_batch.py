@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 import pytest
+import torch
 
-from aioserve.params import SamplingParams
+from aioserve.params import PoolingParams, SamplingParams
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.batch.input_batch import BatchPart, InputBatch, LaterPart
+from aioserve.runner.batch.prompt_rows import PooledRows
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 BLOCK_SIZE = 4
@@ -120,6 +122,19 @@ def test_arrays_of_a_step_equal_the_loop(batch: InputBatch) -> None:
     assert inputs.block_table[1, :3].tolist() == [9, 1, 5]
 
 
+def test_a_request_that_gets_no_token_is_not_computed_beside_one_that_gets_two(
+    batch: InputBatch,
+) -> None:
+    new = [make_request("a", [1, 2, 3, 4], [0, 1]), make_request("b", [5, 6], [2])]
+    step = make_step({"a": 2, "b": 0}, new)
+    batch.apply(step)
+    inputs = batch.prepare(step)
+    assert inputs.input_ids.tolist() == [1, 2]
+    assert inputs.query_start_loc.tolist() == [0, 2, 2]
+    assert inputs.seq_lens.tolist() == [2, 0]
+    assert inputs.sampling.tolist() == []
+
+
 def test_sampled_tokens_are_the_next_inputs(batch: InputBatch) -> None:
     first = make_step({"a": 3}, [make_request("a", [1, 2, 3], [0])])
     batch.apply(first)
@@ -221,6 +236,30 @@ def test_a_part_is_called_from_the_first_request_that_asks_for_it_to_the_last() 
     steps = ["set asks", "prepare", "append [[5], [6]]", "extend by [3]", "drop True"]
     assert part.calls == steps
     assert (part.rows, part.errors) == ({}, {})
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_what_is_kept_of_a_pooled_prompt_holds_none_of_the_others_of_its_step(
+    num_steps: int,
+) -> None:
+    pooled, hidden, counts = PooledRows(), 8, dict.fromkeys("ab", 4 // num_steps)
+    batch = InputBatch(3, 30, BLOCK_SIZE, [pooled])
+    params = PoolingParams(pooling="mean" if num_steps == 2 else "last", normalize=False)
+    new = [
+        msgspec.structs.replace(
+            make_request(name, [1, 2, 3, 4], [index]), pooling_params=params, sampling_params=None
+        )
+        for index, name in enumerate(counts)
+    ]
+    step = make_step(counts, new)
+    batch.apply(step)
+    wanted = batch.prepare(step).parts[pooled.name]
+    totals = wanted.totals(torch.ones(len(wanted.places), hidden))
+    vectors = wanted.keep(totals, {})
+    kept = [prompt.total for prompt in pooled.rows.values() if prompt.total is not None]
+    held = [each.untyped_storage().nbytes() for each in kept]
+    assert held == [4 * hidden] * len(kept) != []
+    assert len(vectors) == (2 if num_steps == 1 else 0)
 
 
 def test_a_later_part_is_made_once_by_the_first_request_that_asks_and_keeps_its_place() -> None:

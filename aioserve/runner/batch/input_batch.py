@@ -284,11 +284,13 @@ class InputBatch:
         # A step scheduled ahead of one that failed, or that a request sat out, is beyond the known
         # tokens: what it computes for those requests does not matter.
         num_tokens = self._num_tokens[rows]
-        if step.total_num_scheduled_tokens == num_reqs:
+        counted = step.num_scheduled_tokens.values()
+        # a scheduler of one's own may send a request that gets no token
+        if step.total_num_scheduled_tokens == num_reqs and 0 not in counted:
             sampling = np.flatnonzero(begins + 1 == num_tokens)
             inputs = self._pack_ones(rows, begins, req_ids, sampling)
         else:
-            counts = np.fromiter(step.num_scheduled_tokens.values(), np.int64, num_reqs)
+            counts = np.fromiter(counted, np.int64, num_reqs)
             ends = begins + counts
             sampling = np.flatnonzero((ends >= num_tokens) & (begins < num_tokens))
             inputs = self.pack(rows, begins, ends, req_ids, sampling)

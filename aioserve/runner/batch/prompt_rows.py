@@ -122,8 +122,10 @@ class _PooledPrompt:
     total: Tensor | None = None  # float32 [hidden], of the states so far, where all count
 
     def add(self, total: Tensor) -> None:
-        """Add the sum of the next states of the prompt, float32 [hidden]."""
-        self.total = total if self.total is None else self.total + total
+        """Add the sum of the next states of the prompt, float32 [hidden]. Keeps nothing of the
+        memory of `total`, which is a row among those of other prompts.
+        """
+        self.total = total.clone() if self.total is None else self.total + total
 
     def vector(self) -> Vector:
         """Return the vector for the caller; all states are there."""
