@@ -338,12 +338,12 @@ class StepExecutor:
         """
         copied = None
         try:
-            if (transfers := step.kv_connector_metadata) is not None:
-                assert self._host_blocks is not None, "there is a connector"
-                copied = self._host_blocks.transfer(transfers)
-        finally:  # behind it: a drafter asks what loaded blocks hold
-            self._batch.apply(step)
-        try:
+            try:
+                if (transfers := step.kv_connector_metadata) is not None:
+                    assert self._host_blocks is not None, "there is a connector"
+                    copied = self._host_blocks.transfer(transfers)
+            finally:  # behind it: a drafter asks what loaded blocks hold
+                self._batch.apply(step)
             if step.total_num_scheduled_tokens:
                 parts = self._rescue.run(step)
                 return LaunchedParts(step, parts, dict(self._batch.lost.why), copied)

@@ -401,6 +401,21 @@ async def test_a_step_that_fails_before_its_launch_fails_alone() -> None:
     await runner.close()
 
 
+def test_copies_of_a_step_that_the_batch_refuses_are_waited_for() -> None:
+    executor = make_executor(FakeDevice(eagerness=0))
+    blocks = executor.make_host_blocks(1 << 20)
+    step = make_step(1, "nobody", is_new=False)
+    step = msgspec.structs.replace(
+        step,
+        scheduled_cached_reqs=CachedRequestData(["nobody"], [3], {"nobody": [2]}),
+        parts={"loads": {"saves": [(3, 0)], "loads": [(1, 4)]}},
+    )
+    with pytest.raises(KeyError):
+        executor.launch(step)
+    assert bytes(blocks.memory(0)) == bytes(blocks.block_bytes)
+    assert blocks.num_loaded == 1
+
+
 @pytest.mark.parametrize("pipeline_depth", [1, 2])
 async def test_the_one_whose_launch_raises_fails_alone(
     served_path: Callable[..., Path], pipeline_depth: int, monkeypatch: pytest.MonkeyPatch

@@ -39,6 +39,7 @@ class TinyModel(ServedModel, Halves):
     """Tokens depend on all that came before, in their order."""
 
     def __init__(self) -> None:
+        self.name, self.kv_cache_spec = "tiny", SPEC
         generator = torch.Generator().manual_seed(0)
 
         def weight(*shape: int) -> Tensor:
