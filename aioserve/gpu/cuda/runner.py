@@ -11,6 +11,7 @@ import logging
 import queue
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -332,7 +333,11 @@ class SleepingOverlappedRunner(OverlappedRunner):
         self._free()
         try:
             self._executor = self._load_of(info)
-        except Exception:
+        except Exception as error:
+            from aioserve.gpu.cuda.load import give_back_freed_memory
+
+            _clear_frames(error)  # a card has no room for what they hold beside the old weights
+            give_back_freed_memory()
             if before is not None:
                 self._executor = self._load_of(before)
             raise
@@ -340,8 +345,25 @@ class SleepingOverlappedRunner(OverlappedRunner):
 
     def _load_of(self, info: ModelInfo) -> "StepExecutor":
         made = self._make(msgspec.structs.replace(self._config, model=info.config), info)
-        for adapter_id, adapter in self._adapters.items():
-            made.adapters.load(adapter_id, adapter)
-        if self._blocks is not None:
-            made.take_host_blocks(self._blocks)
+        try:
+            for adapter_id, adapter in self._adapters.items():
+                made.adapters.load(adapter_id, adapter)
+            if self._blocks is not None:
+                made.take_host_blocks(self._blocks)
+        except BaseException:
+            made.close()
+            raise
         return made
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the local variables of the calls that raised `error`, and of those that raised the
+    errors behind it: a model that was being loaded is among them.
+    """
+    found: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while found:
+        if (each := found.pop()) is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            found += each.__cause__, each.__context__

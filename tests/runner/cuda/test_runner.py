@@ -621,6 +621,40 @@ async def test_a_card_serves_other_weights_and_goes_back_where_they_cannot_be_re
     assert found == expected != old
 
 
+async def test_nothing_of_a_failed_reload_is_left_when_the_old_weights_are_loaded_again(
+    served_path: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A card has no room for both; the error, which is told later, knows the calls that failed."""
+    path = served_path("llama")
+    other = Path(shutil.copytree(path, tmp_path / "other"))
+    config = make_config(path, depth=2)
+    runner: Any = make_device_runner(config, FakeDevice(1, eagerness=0.5))
+    make, failed, is_left = runner._make, list[weakref.ref[Any]](), list[bool]()
+
+    def capture(executor: StepExecutor) -> None:
+        failed.extend(map(weakref.ref, executor._attention.cache.tensors))
+        raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+
+    def make_or_fail(config: EngineConfig, info: ModelInfo) -> StepExecutor:
+        is_left.extend(cache() is not None for cache in failed)
+        executor: StepExecutor = make(config, info)
+        if info.config.model == str(other):
+            try:
+                capture(executor)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError("no room for graphs") from error
+        return executor
+
+    async with AsyncEngine(config, runner=runner) as engine:
+        before = told_tokens(await serve(engine, seed=3))
+        runner._make = make_or_fail
+        with pytest.raises(ConfigError, match="no room for graphs"):
+            await engine.reload(str(other))
+        assert is_left
+        assert not any(is_left)
+        assert told_tokens(await serve(engine, seed=3)) == before
+
+
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 async def test_vectors_of_prompts_are_those_of_the_cpu(
     pooling: Any, served_path: Callable[..., Path]
