@@ -356,7 +356,9 @@ class AsyncEngine(EngineClient):
     async def reload(self, path: str, *, running: Running = "keep") -> None:
         """Serve the weights of a model directory which is the same but for them; cached prefixes
         are forgotten. Kept requests go on after their tokens so far. Raises `ConfigError` if they
-        cannot be read, are of another model, or have no room beside the old ones, which serve on.
+        cannot be read, are of another model, or have no room; the old weights serve on then. On a
+        CPU there must be room for both; a CUDA device frees the old weights first, and loads them
+        again if the new ones cannot be loaded.
         """
         await self._controlled(self._controls().reload(path, running))
 

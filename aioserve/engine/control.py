@@ -103,8 +103,8 @@ class Control:
     async def reload(self, path: str, running: Running) -> None:
         """The weights of the model in directory `path`, which is the same but for them. Raises
         `ConfigError`, before anything has changed, for another model and where that is not served;
-        and if they cannot be read or there is no room for both: the old ones go on then, and
-        kept requests are computed again.
+        and if they cannot be read or have no room: the old ones go on then, or are loaded again
+        where they were freed first, and kept requests are computed again.
 
         A pause stays a pause; an engine that sleeps is woken.
         """

@@ -246,8 +246,8 @@ class RunnerInterface(ABC):
     async def load_weights(self, path: str) -> None:  # noqa: B027 - it has none
         """Load the weights of a model directory in the place of those that serve, between two
         steps; also instead of `wake`. No later step reads what earlier ones wrote. Raises
-        `ConfigError` as `check_weights` does, or if they cannot be read, or have no room beside the
-        old ones; nothing has changed then.
+        `ConfigError` as `check_weights` does, or if they cannot be read, or have no room (beside
+        the old ones, where these are not freed first); the old ones serve on then.
         """
 
     def check(self) -> None:  # noqa: B027 - it can

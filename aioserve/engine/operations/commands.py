@@ -151,9 +151,9 @@ class Wake(OperatorCommand[EngineState, EngineState], frozen=True):
 
 class Reload(OperatorCommand[EngineState, EngineState], frozen=True):
     """Loads the weights of the model directory `"path"`, which must hold the same model with other
-    weights, and drops cached prefixes. Kept requests go on after the tokens that they have. Memory
-    for both sets of weights is needed; on any error the old weights stay. A sleeping engine wakes
-    up; a paused one stays paused.
+    weights, and drops cached prefixes. Kept requests go on after the tokens that they have. On
+    a CPU, memory for both sets of weights is needed; a CUDA device frees the old weights first. On
+    any error the old weights serve on. A sleeping engine wakes up; a paused one stays paused.
     """
 
     path: FilePath
