@@ -5,6 +5,7 @@ import pytest
 from aioserve.features.spec_decode.draft_length import (
     CLASSES,
     LOSS_SHARE,
+    MOST_DEBT,
     TRIAL_INTERVAL,
     DraftLength,
     ModelDraftLength,
@@ -254,3 +255,52 @@ def test_a_policy_that_asks_for_drafts_gets_them_whatever_was_lost() -> None:
     length.asked = {"row": 3}
     assert length.may_look()
     assert length.limit("row", 3) == 3
+
+
+def test_after_a_long_stall_drafts_come_back_soon() -> None:
+    length = text_learned(1, 0.01, 0.001)
+    length.looked(1000.0)  # a garbage collection, or a very long text
+    open_after = []
+    for number in range(round(MOST_DEBT / LOSS_SHARE) + 3):
+        length.stepped(1, 1, 0.011)
+        if length.may_look():
+            open_after.append(number)
+    assert open_after
+    assert open_after[0] >= MOST_DEBT / LOSS_SHARE - 1  # but not before a step's time is repaid
+
+
+def test_what_is_found_by_a_search_in_a_full_batch_is_tried_with_one_token() -> None:
+    length = text_learned(64, 0.002, 0.002)
+    tried = []
+    for _ in range(3 * TRIAL_INTERVAL):
+        length.stepped(64, 64, 0.13)
+        if length.may_look():  # few texts have a match
+            tried.append([length.limit(row, 3) for row in ("first", "second")])
+    assert tried == [[1, 0]] * 3
+
+
+def test_drafts_that_a_policy_asks_for_say_nothing_of_other_requests() -> None:
+    length, fresh = text_learned(1, 0.01, 0.001), text_learned(1, 0.01, 0.001)
+    length.asked = {"row": 8}
+    for _ in range(50):
+        for each in (length, fresh):
+            each.stepped(1, 1, 0.011)
+        assert length.limit("row", CLASSES[0]) == 8
+        length.verified("row", 8, 0)
+    length.asked = {}
+    assert length.may_look()
+    for agreed in (3, *CLASSES):
+        assert length.limit("other", agreed) == fresh.limit("other", agreed) > 0
+    assert length.limit("row", CLASSES[0]) == 0  # of itself it says all
+    assert length.limit("row", 3) > 0
+
+
+def test_a_policy_that_asks_for_drafts_of_one_request_opens_no_search_for_others() -> None:
+    length = text_learned(1, 0.01, 0.001)
+    length.looked(1.0)
+    length.stepped(1, 1, 0.011)
+    length.asked = {"row": 0}
+    assert not length.may_look()
+    length.asked = {"row": 3}
+    assert length.may_look()
+    assert not length.is_open

@@ -1,8 +1,11 @@
 """What came after the same words before, against a search through everything."""
 
 import random
+import time
+from typing import Any
 
 import msgspec
+import pytest
 
 from aioserve.features.spec_decode.draft_length import TextDraftLength
 from aioserve.features.spec_decode.ngram import MAX_MATCH, NgramDrafter, NgramText
@@ -91,3 +94,48 @@ def test_what_an_adapter_says_is_no_guess_for_others() -> None:
         drafter.set(0, msgspec.structs.replace(request([2, 3], 2), adapter_id=name))
         said[name] = drafter.guess(0)
     assert said == {"": [ord("0")], "a": [ord("a")], "b": [ord("b")], "c": []}
+
+
+class Noted(TextDraftLength):
+    """What searches are said to have taken is kept."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.seconds: list[float] = []
+
+    def looked(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        super().looked(seconds)
+
+
+def test_waiting_is_no_part_of_what_a_search_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = NgramText.find
+
+    def late_find(self: NgramText, end: Any) -> tuple[int, int]:
+        time.sleep(0.3)  # as if another thread had the interpreter
+        return find(self, end)
+
+    monkeypatch.setattr(NgramText, "find", late_find)
+    length = Noted()
+    drafter = NgramDrafter(2, 0, length)
+    drafter.set(0, request([1, 2, 3, 1, 2], 5, "mine"))
+    unread: Any = None
+    assert drafter.guesses([0], [], unread, unread) == {0: [3, 1, 2]}
+    assert sum(length.seconds) < 0.3
+
+
+def test_where_the_budget_is_spent_only_texts_are_searched_that_a_policy_asks_for() -> None:
+    length = Noted()
+    drafter = NgramDrafter(2, 0, length)
+    for row in (0, 1):
+        drafter.set(row, request([1, 2, 3, 1, 2], 5))
+    length.stepped(2, 2, 0.01)
+    length.looked(1.0)
+    length.stepped(2, 2, 0.01)
+    assert drafter.rests()
+    length.seconds.clear()
+    length.asked = {0: 2}
+    assert not drafter.rests()
+    unread: Any = None
+    assert drafter.guesses([0, 1], [], unread, unread) == {0: [3, 1]}
+    assert not length.seconds  # nor is it charged to the budget

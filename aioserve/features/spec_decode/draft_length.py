@@ -34,6 +34,9 @@ LOSS_SHARE = 0.005
 # What was gained pays for later losses up to this many steps: then a text that no longer repeats
 # itself is noticed soon. A guess.
 MOST_CREDIT = 4.0
+# And what was lost is repaid up to so many steps, within MOST_DEBT / LOSS_SHARE of them: a single
+# search of a long text, or a long stall, is not to end the drafts of all requests. A guess.
+MOST_DEBT = 1.0
 # Tokens that agreed before a draft, from which on it is of a higher class: where more agreed, more
 # drafts are right.
 CLASSES = (6, 12)
@@ -186,44 +189,58 @@ class TextDraftLength(DraftLength):
 
     Ask `may_look` before a search, tell what it took, then ask for the `limit` of what was found. A
     request has a record for each class of agreement, which begins as what is known of all requests.
+    Drafts that a policy asks for are outside the budget, and say nothing about other requests.
     """
 
     def __init__(self, max_tokens: int) -> None:
         super().__init__(max_tokens)
         self._by_class = [_Record() for _ in range(len(CLASSES) + 1)]
-        self._sent: dict[Hashable, int] = {}  # by request, the class of its last draft
+        # By request, the class of its last draft, and whether a policy asked for it.
+        self._sent: dict[Hashable, tuple[int, bool]] = {}
+        #: Whether drafts that no policy asks for are to be looked for after this step.
+        self.is_open = True
+        self._num_rests = 0  # steps without a search, as no draft would pay
+        self._is_trial = False  # one token is to be tried after this step, though it does not pay
         self._row_seconds = 0.0  # of a step, for one of its rows
         #: Seconds that may be lost now; below 0, more was lost than may be.
         self._credit = 0.0
         self._spent = 0.0  # seconds since the last step, less what was gained
 
     def may_look(self) -> bool:
-        """Return whether drafts are to be looked for after this step."""
-        return bool(self.asked) or (self._credit >= 0.0 and self._may_pay())
+        """Return whether drafts are to be looked for after this step; `is_open` then says whether
+        also for requests for which none are `asked`. To be asked once a step.
+        """
+        self._is_trial = False
+        self.is_open = self._credit >= 0.0 and self._may_pay()
+        return self.is_open or any(self.asked.values())
 
     def looked(self, seconds: float) -> None:
-        """Record what a search took."""
+        """Record what a search took for requests for which no drafts are `asked`."""
         self._spent += seconds
 
     def limit(self, request: Hashable, agreed: int = 0) -> int:
         """Return the most draft tokens that pay for it behind so many tokens that `agreed`."""
-        if (asked := self.asked.get(request)) is not None:
-            return min(asked, self.max_tokens)
         found = sum(agreed >= least for least in CLASSES)
+        if (asked := self.asked.get(request)) is not None:
+            self._sent[request] = found, True
+            return min(asked, self.max_tokens)
         record, of_all = self._record((request, found)), self._by_class[found]
         limit = self._paying_by(record, record.chance(of_all.chance(FIRST_CHANCE)))
         if not limit:
             self._num_withheld += 1
-            limit = 0 if self._num_withheld % TRIAL_INTERVAL else 1
+            limit = int(self._is_trial or not self._num_withheld % TRIAL_INTERVAL)
+            self._is_trial = False
         if limit:
-            self._sent[request] = found
+            self._sent[request] = found, False
         return limit
 
     def verified(self, request: Hashable, num_drafts: int, num_right: int) -> None:
-        found = self._sent.get(request, 0)
+        found, was_asked = self._sent.get(request, (0, False))
         record = self._record((request, found))
         record.note(num_drafts, num_right)
         record.belief = max(record.belief, LEAST_BELIEF)
+        if was_asked:
+            return
         self._by_class[found].note(num_drafts, num_right, STEP_MEMORY)
         self._spent += (num_drafts * self.price - num_right) * self._row_seconds
 
@@ -239,14 +256,18 @@ class TextDraftLength(DraftLength):
     def _settle(self, num_rows: int, seconds: float) -> None:
         self._row_seconds = self._cost.seconds(num_rows) / num_rows
         credit = self._credit + LOSS_SHARE * seconds - self._spent
-        self._credit, self._spent = min(credit, MOST_CREDIT * seconds), 0.0
+        self._credit = max(min(credit, MOST_CREDIT * seconds), -MOST_DEBT * seconds)
+        self._spent = 0.0
 
     def _may_pay(self) -> bool:
-        """Return whether drafts would pay if they were nearly all right; if not, now and then."""
+        """Return whether drafts would pay if they were nearly all right; if not, now and then, and
+        then one token is tried.
+        """
         if self.price < MOST_CHANCE:
             return True
-        self._num_withheld += 1
-        return not self._num_withheld % TRIAL_INTERVAL
+        self._num_rests += 1
+        self._is_trial = not self._num_rests % TRIAL_INTERVAL
+        return self._is_trial
 
 
 class ModelDraftLength(DraftLength):

@@ -148,10 +148,13 @@ class NgramDrafter(Drafter):
         self, rows: Sequence[int], others: Sequence[int], inputs: StepInputs, texts: Texts
     ) -> dict[int, list[int]]:
         del others, inputs, texts
-        began = time.perf_counter()
-        found = {row: token_ids for row in rows if (token_ids := self.guess(row))}
-        self.length.looked(time.perf_counter() - began)
-        return found
+        length, asked = self.length, self.length.asked
+        found = {row: self.guess(row) for row in rows if row in asked}
+        if length.is_open:
+            began = time.thread_time()  # while other threads have the interpreter, it costs nothing
+            found |= {row: self.guess(row) for row in rows if row not in asked}
+            length.looked(time.thread_time() - began)
+        return {row: token_ids for row, token_ids in found.items() if token_ids}
 
     def rests(self) -> bool:
         return not self.length.may_look()
