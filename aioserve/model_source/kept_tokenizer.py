@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 
 import msgspec
 
-from aioserve.errors import is_panic, one_line
+from aioserve.errors import ConfigError, is_panic, one_line
 from aioserve.model_source.source import ModelSource
 from aioserve.support.kept_files import (
     code_digest,
@@ -44,13 +44,15 @@ _TEXTS = (
     "  3.14\t\u00e9\u4f60\U0001f600 \r\n",
     "<s> x\ud7ff",
 )
+#: Attributes of a kept tokenizer itself; others are those of `transformers`.
+_OWN = {"backend_tokenizer", "special_tokens_map", "chat_template", "_read_whole", "_whole"}
 
 
 class KeptTokenizer:
     """A tokenizer of the library `tokenizers` that answers as the one of `transformers` does.
 
-    What the engine asks is answered here. For whatever else a program asks, the tokenizer of
-    `transformers` is read, and answers.
+    What the engine asks is answered here. For whatever else a program asks or sets, the tokenizer
+    of `transformers` is read, and answers everything from then on, since it may have been changed.
     """
 
     def __init__(
@@ -76,7 +78,10 @@ class KeptTokenizer:
         files are there no more.
         """
         if self._whole is None:
-            self._whole = self._read_whole()
+            try:
+                self._whole = self._read_whole()
+            except AttributeError as error:  # which `__getattr__` would take for its own
+                raise ConfigError(f"the tokenizer cannot be read: {one_line(error)}") from error
         self._whole.chat_template = self.chat_template  # a copy of this one may have another
         return self._whole
 
@@ -94,7 +99,7 @@ class KeptTokenizer:
 
     def encode(self, text: Any, *others: Any, add_special_tokens: bool = True, **more: Any) -> Any:
         """Return the token ids of a text."""
-        if others or more or not isinstance(text, str):
+        if self._whole is not None or others or more or not isinstance(text, str):
             more["add_special_tokens"] = add_special_tokens
             return self.whole.encode(text, *others, **more)
         return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -107,7 +112,7 @@ class KeptTokenizer:
     ) -> Any:
         """Return the text of token ids, or of one. No tokenizer that cleans spaces up is kept."""
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
-        if not clean_up_tokenization_spaces and _are_ids(ids):
+        if self._whole is None and not clean_up_tokenization_spaces and _are_ids(ids):
             return self.backend_tokenizer.decode(ids, skip_special_tokens)
         return self.whole.decode(
             token_ids,
@@ -117,7 +122,7 @@ class KeptTokenizer:
 
     def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
         """Return tokens as the vocabulary spells them, None for an id that it does not have."""
-        if skip_special_tokens:
+        if self._whole is not None or skip_special_tokens:
             return self.whole.convert_ids_to_tokens(ids, skip_special_tokens)
         if isinstance(ids, int):
             return self.backend_tokenizer.id_to_token(ids)
@@ -126,11 +131,15 @@ class KeptTokenizer:
     @property
     def added_tokens_decoder(self) -> dict[int, Any]:
         """The added tokens, by id."""
+        if self._whole is not None:
+            return dict(self.whole.added_tokens_decoder)
         found: dict[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
         return found
 
     def get_vocab(self) -> dict[str, int]:
         """Return the ids of all tokens, those that were added as well."""
+        if self._whole is not None:
+            return dict(self.whole.get_vocab())
         found: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
         return found
 
@@ -139,6 +148,8 @@ class KeptTokenizer:
         return {token.content: i for i, token in sorted(self.added_tokens_decoder.items())}
 
     def __len__(self) -> int:
+        if self._whole is not None:
+            return len(self.whole)
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
 
     def __call__(self, *args: Any, **more: Any) -> Any:
@@ -148,6 +159,12 @@ class KeptTokenizer:
         if name.startswith("_"):  # of a copy that is being made, say
             raise AttributeError(name)
         return getattr(self.whole, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.whole, name, value)
 
 
 def _are_ids(ids: Any) -> bool:

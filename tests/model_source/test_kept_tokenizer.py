@@ -22,6 +22,7 @@ from tokenizers import (
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from aioserve.config import ModelConfig
+from aioserve.errors import ConfigError
 from aioserve.model_source import kept_tokenizer
 from aioserve.model_source.directory import Directory
 from aioserve.model_source.info import ModelInfo
@@ -162,6 +163,44 @@ def test_what_else_a_program_asks_is_answered_by_the_tokenizer_of_transformers(
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = tokenizer.no_such_thing
     assert count_reads == [path, path]
+
+
+def test_what_a_program_changes_is_in_every_later_answer(tmp_path: Path) -> None:
+    path = model_of(byte_level, tmp_path / "model")
+    tokenizer_of(path)
+    tokenizer, chosen = tokenizer_of(path), AutoTokenizer.from_pretrained(path)
+    for one in (tokenizer, chosen):
+        one.add_tokens(["<new>"])
+        one.padding_side = "left"
+        one.pad_token = one.eos_token
+    ids = chosen.encode("a <new>")
+    assert tokenizer.encode("a <new>") == ids
+    assert tokenizer.decode(ids) == chosen.decode(ids)
+    assert tokenizer.convert_ids_to_tokens(ids) == chosen.convert_ids_to_tokens(ids)
+    assert tokenizer.get_vocab() == chosen.get_vocab()
+    assert tokenizer.get_added_vocab() == chosen.get_added_vocab()
+    assert len(tokenizer) == len(chosen)
+    padded = tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=2)
+    assert (
+        padded["input_ids"]
+        == chosen(["a", "b c d"], padding=True, truncation=True, max_length=2)["input_ids"]
+    )
+    assert tokenizer.encode("a b c d") == chosen.encode("a b c d")
+
+
+def test_a_tokenizer_of_transformers_that_cannot_be_made_is_an_error_that_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model_of(byte_level, tmp_path / "model")
+    tokenizer_of(path)
+    tokenizer = tokenizer_of(path)
+
+    def fail(*args: object, **more: object) -> None:
+        raise AttributeError("no such part")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
+    with pytest.raises(ConfigError, match="no such part"):
+        _ = tokenizer.eos_token_id
 
 
 def test_a_chat_template_of_the_settings_is_that_of_every_answer(tmp_path: Path) -> None:
