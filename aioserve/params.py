@@ -203,7 +203,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     n: int = 1  # independent samples of one prompt
-    max_tokens: int | None = None  # absent: the model's limit; 0 only with prompt_logprobs: these alone
+    max_tokens: int | None = None  # absent: the model's limit; 0: only prompt_logprobs
     truncate_prompt_tokens: int | None = None  # last tokens of the prompt that are kept
     min_tokens: int = 0  # tokens before which no EOS, stop token or stop string ends it
     temperature: float = 1.0  # 0: greedy
