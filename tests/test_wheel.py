@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from aioserve.kernels.library import VARIANTS, usable_variants
+from aioserve.kernels.tokens import TOKEN_VARIANTS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -58,7 +59,8 @@ print(*(extension.name for extension in run_setup("setup.py", stop_after="init")
         text=True,
     ).stdout
     assert {"aioserve.kernels._cpu", "aioserve.kernels._baseline"} <= set(printed.split())
-    assert set(printed.split()) <= {f"aioserve.kernels._{name}" for name in ("cpu", *VARIANTS)}
+    names = ("cpu", *VARIANTS, *(f"tokens_{name}" for name in TOKEN_VARIANTS))
+    assert set(printed.split()) <= {f"aioserve.kernels._{name}" for name in names}
     assert {f"aioserve.kernels._{name}" for name in usable_variants()} <= set(printed.split())
 
 

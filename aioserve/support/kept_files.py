@@ -1,5 +1,6 @@
-"""Files that a start keeps for later starts, in the user's cache: whole, this user's own, or not
-there.
+"""Files that a start keeps for later starts in the user's cache.
+
+A file there is whole and this user's own, or it is not there.
 
 What is kept belongs to the files that it was made of and to the code that made it: `identities`
 and `code_digest` say which these are, and a reader takes a file only if both are as before. Knows

@@ -128,8 +128,8 @@ async def test_a_draft_model_has_read_what_it_says(
             num_compared += size
         return found
 
-    def create(*arguments: Any) -> AttentionBackend:
-        served.append(create_attention_backend(*arguments))
+    def create(*arguments: Any, **more: Any) -> AttentionBackend:
+        served.append(create_attention_backend(*arguments, **more))
         return served[-1]
 
     monkeypatch.setattr(load, "create_attention_backend", create)

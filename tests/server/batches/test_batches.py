@@ -12,6 +12,7 @@ import pytest
 from aioserve.config import SchedulerConfig
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.logs.what_if import make_workload, read_traffic
+from tests.processes import PATIENCE
 from tests.server.bad_bodies import check, mutations
 from tests.server.batches.asking import (
     CHAT,
@@ -128,7 +129,11 @@ async def test_a_wrong_line_fails_the_batch_and_is_named(tmp_path: Path) -> None
             assert batch.failed_at
             assert batch.output_file_id is None
             folder = tmp_path / "batches/batches" / batch.id
-            assert list(folder.iterdir()) == [folder / "batch.json"]
+            async with asyncio.timeout(PATIENCE):  # its input goes after it is told to have failed
+                while True:
+                    if list(folder.iterdir()) == [folder / "batch.json"]:
+                        break
+                    await asyncio.sleep(0.01)
 
 
 async def test_a_cancelled_batch_keeps_its_answers_and_tells_of_the_others(tmp_path: Path) -> None:
