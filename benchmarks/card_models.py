@@ -62,7 +62,7 @@ SCALED = Bounds(0.3, 0.04)  # norms behind attention that make much of little
 
 
 class Ask(NamedTuple):
-    """A request."""
+    """A request that is sent to the model of a case."""
 
     prompt: list[int]
     params: SamplingParams
@@ -231,7 +231,7 @@ def make_model(case: Case, path: Path) -> Path:
         AutoConfig.for_model(fields.pop("model_type"), **fields)
     )
     for name, parameter in made.named_parameters():
-        # Else the tied embedding of these models makes them repeat their input.
+        # With small norms behind each layer, the tied embedding would repeat each input token.
         if case.fields["model_type"].startswith("gemma") and "layernorm" in name:
             if "post" in name:
                 torch.nn.init.constant_(parameter, 3.0)

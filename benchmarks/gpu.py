@@ -318,7 +318,7 @@ class Lent:
         return getattr(self._executor, name)
 
     def close(self) -> None:
-        """Keep the executor."""
+        """Do nothing: the lender closes the executor."""
 
 
 def lend(executor: StepExecutor) -> OverlappedRunner:
@@ -391,7 +391,7 @@ async def measure_load(
         seconds = await streams(shape.per_stream)
     executor.attach()  # this thread is the one that launches again
     none = CachedRequestData([], [], {})
-    executor.launch(SchedulerOutput(0, [], none, {}, 0, [], names))  # whoever has not left
+    executor.launch(SchedulerOutput(0, [], none, {}, 0, [], names))  # drops requests that are left
     return {
         "tokens/s": shape.streams * shape.per_stream * shape.output_tokens / seconds,
         "TTFT p50 ms": 1e3 * percentile(ttfts, 50),

@@ -434,7 +434,7 @@ class LoadShape(NamedTuple):
 
     @property
     def words(self) -> str:
-        """For people."""
+        """The shape of the load in words, for a table."""
         prefix = f"{self.prefix_tokens} shared + " if self.prefix_tokens else ""
         return f"{self.streams} streams, {prefix}{self.input_tokens} in / {self.output_tokens} out"
 

@@ -211,7 +211,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """What the step holds, in words, for a table."""
         parts = [f"decode {self.decodes} at {self.context}"] if self.decodes else []
         parts += [f"prefill {self.prompt}"] if self.prompt else []
         parts += [f"{self.shared} shared"] if self.shared else []

@@ -323,8 +323,8 @@ class EngineClient(ABC):
         many.
 
         `add_special_tokens` is for text: a chat template says which there are. Raises
-        `RequestError`, whose `param` is "prompt" where a text is wrong, also for text whose length
-        alone shows that it is too long for the model.
+        `RequestError`, with the `param` "prompt" for a wrong text or one whose length alone shows
+        that it is too long for the model.
         """
         processor = self._alive().input_processor
         room = processor.room(NOTHING_SAMPLED)
@@ -333,8 +333,8 @@ class EngineClient(ABC):
         return await processor.encode(prompt, room, add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens, special tokens included. Raises `RequestError` whose
-        `param` is "tokens".
+        """Return the text of these tokens, special tokens included. Raises `RequestError`, with the
+        `param` "tokens", for an id that the model does not have, and if there is no tokenizer.
         """
         return await self._alive().input_processor.decode(token_ids)
 

@@ -386,7 +386,7 @@ class Leases:
         return sum(self.pool.ref_counts[b] == count for b, count in self.references.items())
 
     def has_alone(self, block_ids: Iterable[int]) -> bool:
-        """Return whether any of these blocks is held by leases alone, and by no request."""
+        """Return whether leases hold one of these blocks, and no request does."""
         counts, own = self.pool.ref_counts, self.references
         return any(counts[block_id] == own[block_id] for block_id in block_ids)
 

@@ -83,7 +83,9 @@ def _over(leases: Leases, more: int) -> int:
 
 
 def _end_covered(leases: Leases, block_ids: list[int], until: float, client: str) -> None:
-    """End the client's leases that hold a prefix of these blocks and end by `until` anyway."""
+    """End each lease of the client that a new one until `until` makes needless: it holds the first
+    of these blocks, and would end no later.
+    """
     places = {block_id: place for place, block_id in enumerate(block_ids)}
     for lease in _of_clients(leases):  # equal last blocks have equal tokens before them
         is_beginning = places.get(lease.block_ids[-1]) == len(lease.block_ids) - 1

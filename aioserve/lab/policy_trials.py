@@ -203,8 +203,8 @@ class PolicyTrials:
 
 
 def _read_report(folder: Path) -> tuple[bytes, list[str], bool]:
-    """Return the page that `compare` has written, what it says of these very requests, and whether
-    differences have intervals.
+    """Return what `compare` has written to the folder: its HTML page, its sentences about these
+    very requests, and whether its differences have intervals.
     """
     document = msgspec.json.decode((folder / "report.json").read_bytes())
     mean = document["results"][1]["against_first"]["differences"]["e2e"]["mean"]

@@ -6,7 +6,7 @@ floats do, and by a step where a weight is so near a tie that the kernel may rou
 what those steps are worth at most is added to the tolerance.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels, usable_variants
+from tests.kernels.test_paged_attention import MIXED, Step
 
 if not usable_variants():
     pytest.skip("the kernels were not built", allow_module_level=True)
@@ -23,39 +24,6 @@ ROUNDING = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 SUMMING = 2e-5  # of float32 sums and of powers of two, relative to the sum of sizes
 NEAR_A_TIE = 5e-3  # steps
 TOGETHER = 32  # positions whose weights share a scale
-MIXED = [(1, 1), (1, 300), (40, 40), (3, 1100), (17, 129), (130, 700)]
-
-
-class Step(NamedTuple):
-    """Rows of (new tokens, all tokens) over shuffled blocks; every slot of no row is NaN."""
-
-    query: Tensor
-    key_cache: Tensor  # int8 [blocks, kv_heads, block_size, dim + 4]
-    value_cache: Tensor
-    block_table: Tensor
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    ends: Tensor | None = None
-
-    def run(self, kernels: Kernels, rows: slice = slice(None), **options: Any) -> Tensor:
-        """Attention of some of the rows."""
-        starts = self.query_start_loc[:-1][rows].tolist()
-        ends = self.query_start_loc[1:][rows].tolist()
-        query = self.query[starts[0] : ends[-1]]
-        out = query.new_empty(*query.shape[:2], self.value_cache.shape[3] - 4)
-        settings: dict[str, Any] = {"scaling": self.query.shape[2] ** -0.5, "in_bytes": True}
-        kernels.paged_attention(
-            query,
-            self.key_cache,
-            self.value_cache,
-            self.block_table[rows].contiguous(),
-            torch.tensor([*starts, ends[-1]]) - starts[0],
-            self.seq_lens[rows].contiguous(),
-            out,
-            ends=None if self.ends is None else self.ends[starts[0] : ends[-1]].contiguous(),
-            **(settings | options),
-        )
-        return out
 
 
 def make_step(

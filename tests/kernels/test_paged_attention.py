@@ -22,7 +22,11 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["f32", "bf16", "f16"])
 
 
 class Step(NamedTuple):
-    """Rows of (new tokens, all tokens) over shuffled blocks; every slot of no row is NaN."""
+    """Rows of (new tokens, all tokens) over shuffled blocks; every slot of no row is NaN.
+
+    Caches are [blocks, kv_heads, block_size, dim]; int8 ones have a scale of 4 bytes behind each
+    vector.
+    """
 
     query: Tensor
     key_cache: Tensor
@@ -37,7 +41,9 @@ class Step(NamedTuple):
         starts = self.query_start_loc[:-1][rows].tolist()
         ends = self.query_start_loc[1:][rows].tolist()
         query = self.query[starts[0] : ends[-1]]
-        out = query.new_empty(*query.shape[:2], self.value_cache.shape[3])
+        in_bytes = self.value_cache.dtype == torch.int8
+        out = query.new_empty(*query.shape[:2], self.value_cache.shape[3] - 4 * in_bytes)
+        settings: dict[str, Any] = {"scaling": self.query.shape[2] ** -0.5, "in_bytes": in_bytes}
         kernels.paged_attention(
             query,
             self.key_cache,
@@ -47,7 +53,7 @@ class Step(NamedTuple):
             self.seq_lens[rows].contiguous(),
             out,
             ends=None if self.ends is None else self.ends[starts[0] : ends[-1]].contiguous(),
-            **({"scaling": self.query.shape[2] ** -0.5} | options),
+            **(settings | options),
         )
         return out
 

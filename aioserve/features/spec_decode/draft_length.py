@@ -34,8 +34,9 @@ LOSS_SHARE = 0.005
 # What was gained pays for later losses up to this many steps: then a text that no longer repeats
 # itself is noticed soon. A guess.
 MOST_CREDIT = 4.0
-# And what was lost is repaid up to so many steps, within MOST_DEBT / LOSS_SHARE of them: a single
-# search of a long text, or a long stall, is not to end the drafts of all requests. A guess.
+# A loss of more than this many steps counts as this many, so that drafts rest for at most
+# MOST_DEBT / LOSS_SHARE steps: one search of a long text, or one long stall, must not end the
+# drafts of all requests. A guess.
 MOST_DEBT = 1.0
 # Tokens that agreed before a draft, from which on it is of a higher class: where more agreed, more
 # drafts are right.
@@ -219,7 +220,9 @@ class TextDraftLength(DraftLength):
         self._spent += seconds
 
     def limit(self, request: Hashable, agreed: int = 0) -> int:
-        """Return the most draft tokens that pay for it behind so many tokens that `agreed`."""
+        """Return how many draft tokens are worth their cost at most, after `agreed` tokens of the
+        text that were found again.
+        """
         found = sum(agreed >= least for least in CLASSES)
         if (asked := self.asked.get(request)) is not None:
             self._sent[request] = found, True

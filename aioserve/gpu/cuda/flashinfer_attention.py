@@ -1,7 +1,7 @@
 """Attention by flashinfer: planned once a step, run in every layer.
 
 A plan is data for one wrapper, not code: a CUDA graph that was captured with a wrapper runs with
-whatever that wrapper was planned with last. flashinfer is imported when one of these is made.
+whatever that wrapper was planned with last. flashinfer is imported when attention is made.
 Keyword calls fit 0.6.12 to 0.7.2; those for sinks and latent attention are of 0.7.
 
 Heads of a size without kernels are stored wider, with zeros behind them, which change no product: a

@@ -155,8 +155,8 @@ def prepared(candidate: Candidate, workload: Workload) -> Candidate:
 
 
 def standard_digest(seeds: Sequence[int] = FIRST_SEEDS) -> str:
-    """Return a digest of all requests of these seeds, their service levels, the profile and
-    the settings.
+    """Return a digest of what the workloads of these seeds are measured with: the requests and
+    their service levels, the profile of step times, and the settings.
     """
     model = msgspec.structs.replace(load_profile(VERSION), source="", error="")
     found = sha256(repr((SCORING, SETTINGS, _stated(model))).encode())

@@ -296,7 +296,7 @@ class _Prefill(_Wrapper):
 
 
 class _Metadata(NamedTuple):
-    """What `MLAPlanMetadata.csr` makes."""
+    """The page table that `MLAPlanMetadata.csr` of flashinfer makes of a plan."""
 
     qo_indptr: Tensor
     kv_indptr: Tensor
