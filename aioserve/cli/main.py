@@ -142,7 +142,7 @@ TOOLS = {
     "sweep": "aioserve.lab.comparison.sweep:run_sweep",
     "mispredict": "aioserve.lab.mispredict:run_mispredict",
     "evaluate": "aioserve.lab.evaluate.commands:run_evaluate",
-    "evolve": "aioserve.lab.evolve.commands:run_evolve",
+    "evolve": "aioserve.lab.evolve:run_evolve",
     "bench": "aioserve.lab.bench:run_bench",
     "calibrate": "aioserve.lab.calibration:run_calibrate",
     "reproduce": "aioserve.lab.reproduce.commands:run_reproduce",

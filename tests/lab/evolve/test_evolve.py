@@ -16,8 +16,7 @@ from aioserve.cli.main import main
 from aioserve.errors import ConfigError
 from aioserve.lab.evaluate import Evaluator, Trials
 from aioserve.lab.evaluate.evaluator import read_policy
-from aioserve.lab.evolve.mutation import Model
-from aioserve.lab.evolve.population import BATCH, Member, Population, Search, Settings, digest
+from aioserve.lab.evolve import BATCH, Member, Model, Population, Search, Settings, digest
 from tests.processes import serving
 
 CHUNKED = read_policy("chunked_prefill")

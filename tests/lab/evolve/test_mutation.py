@@ -9,7 +9,7 @@ import pytest
 from aioserve.errors import ConfigError
 from aioserve.lab.evaluate.enclosure import look
 from aioserve.lab.evaluate.evaluator import read_policy
-from aioserve.lab.evolve.mutation import ORDER_KEYS, changes, code_in, mutate
+from aioserve.lab.evolve import ORDER_KEYS, changes, code_in, mutate
 
 CHUNKED = read_policy("chunked_prefill")
 
