@@ -11,20 +11,21 @@ import msgspec
 import pytest
 
 from aioserve.cli.main import main
-from aioserve.lab.certificates import certificate as module
-from aioserve.lab.certificates import commands
-from aioserve.lab.certificates.certificate import (
+from aioserve.lab import certify as module
+from aioserve.lab.certify import (
     Certificate,
     Contract,
     Rule,
+    badge,
     check,
+    encode_certificate,
     file_digest,
     files_beside,
     read_certificate,
+    render_gallery,
     rule_versions,
     run_contract,
 )
-from aioserve.lab.certificates.commands import badge, encode_certificate, render_gallery
 from aioserve.lab.zoo import standing
 from aioserve.lab.zoo.standing import (
     SEEDS,
@@ -77,7 +78,7 @@ def run_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(module, "run_contract", contract)
     monkeypatch.setattr(module, "run_standard", documents)
     made_once = cache(lambda *words: load_workload(*words).cut(limit=80))
-    for user in (commands, standing):
+    for user in (module, standing):
         monkeypatch.setattr(user, "load_workload", made_once)
     return noted
 

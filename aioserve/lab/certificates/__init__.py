@@ -1,1 +1,0 @@
-"""Certificates of policies: contract, cost and standing of one file, for papers and galleries."""
