@@ -47,9 +47,9 @@ from aioserve.config import EngineConfig
 from aioserve.lab.bench import WORDS, Exchange, ServerError
 from aioserve.lab.comparison.measures import programs_of
 from aioserve.lab.decision_log.reader import DecisionLog
-from aioserve.lab.logs.what_if import read_traffic
 from aioserve.lab.simulation.outcome import RequestOutcome
 from aioserve.lab.simulation.run import Clients, Progress, simulate, simulated
+from aioserve.lab.what_if import read_traffic
 from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload, WorkloadRequest, text_tokens
 

@@ -45,9 +45,9 @@ from aioserve.lab.calibration import Measurements, calibrate, measure, write_pro
 from aioserve.lab.comparison.candidates import Candidate, load_candidates
 from aioserve.lab.comparison.document import Document, compare
 from aioserve.lab.decision_log.reader import DecisionLog
-from aioserve.lab.logs.what_if import read_traffic
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.run import run_live, simulate, simulated
+from aioserve.lab.what_if import read_traffic
 from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 

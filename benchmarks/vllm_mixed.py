@@ -47,7 +47,7 @@ from tests.vllm.inside import (  # first: it says how vLLM is to start
 from vllm import LLM, SamplingParams
 
 from aioserve.lab.decision_log.reader import Chronicle, DecisionLog, Life
-from aioserve.lab.logs.what_if import Traffic, make_plan, measure, read_traffic, simulate
+from aioserve.lab.what_if import Traffic, make_plan, measure, read_traffic, simulate
 from aioserve.lab.workloads.synthetic import (
     ClientClass,
     LogNormal,

@@ -9,7 +9,7 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.errors import RequestError
 from aioserve.lab.decision_log.reader import DecisionLog
-from aioserve.lab.logs.what_if import make_workload, read_traffic
+from aioserve.lab.what_if import make_workload, read_traffic
 from aioserve.request import MAX_HINTS, Hints, RequestSpec
 
 NOTING = '''

@@ -20,8 +20,8 @@ from aioserve.lab.comparison.bootstrap import MIN_BLOCKS
 from aioserve.lab.comparison.measures import REQUESTS_PER_BLOCK
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.replay import replay
-from aioserve.lab.logs.what_if import make_workload, read_traffic
 from aioserve.lab.policy_trials import ENOUGH_REQUESTS
+from aioserve.lab.what_if import make_workload, read_traffic
 from tests.processes import PATIENCE
 
 CONFIG = EngineConfig(

@@ -36,9 +36,9 @@ from aioserve.features.grammars import GrammarCompiler
 from aioserve.features.kv_connector import BlockDirectory
 from aioserve.features.lora.peft_directory import read_adapter, stored_parameters
 from aioserve.lab.decision_log.reader import DecisionLog
-from aioserve.lab.logs.perfetto import write_trace
-from aioserve.lab.logs.what_if import make_workload, read_traffic
+from aioserve.lab.logs import write_trace
 from aioserve.lab.simulation.fleet_plan import FleetSpec
+from aioserve.lab.what_if import make_workload, read_traffic
 from aioserve.lab.workloads.synthetic import read_spec
 from aioserve.lab.workloads.traces import read_trace
 from aioserve.lab.workloads.workload import Reading

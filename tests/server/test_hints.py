@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from aioserve.lab.decision_log.reader import DecisionLog
-from aioserve.lab.logs.what_if import make_workload, read_traffic
+from aioserve.lab.what_if import make_workload, read_traffic
 from tests.test_hints import GOOD, noting
 
 

@@ -24,7 +24,7 @@ from aioserve.errors import ConfigError
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.records import Finished, Planned
 from aioserve.lab.decision_log.replay import replay
-from aioserve.lab.logs.what_if import measure, read_traffic
+from aioserve.lab.what_if import measure, read_traffic
 from aioserve.model_source.info import find_model
 from aioserve.testing import SchedulerHarness
 from aioserve.vllm import Recorder, Scheduler

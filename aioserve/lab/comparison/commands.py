@@ -185,7 +185,7 @@ def _replayed(
     """
     from aioserve.lab.comparison.document import measure_recorded
     from aioserve.lab.decision_log.reader import DecisionLog
-    from aioserve.lab.logs.what_if import (
+    from aioserve.lab.what_if import (
         make_limits,
         make_settings,
         make_workload,

@@ -67,9 +67,9 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
 
 if TYPE_CHECKING:
-    from aioserve.lab.logs.what_if import Traffic
     from aioserve.lab.simulation.fleet_plan import Fleet
     from aioserve.lab.simulation.fleet_replicas import FleetOutcome
+    from aioserve.lab.what_if import Traffic
 
 NUM_POINTS = 240  # of a curve over time
 NUM_STEPS = 160  # bars in the step timeline of the first configuration

@@ -13,7 +13,7 @@ import uvloop
 from aioserve.cli.main import main as command
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.lab.decision_log.reader import Chronicle, DecisionLog
-from aioserve.lab.logs.perfetto import trace_events
+from aioserve.lab.logs import trace_events
 from tests.lab.traffic import record
 
 Event = dict[str, Any]

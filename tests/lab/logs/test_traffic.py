@@ -10,8 +10,8 @@ from aioserve.cli.main import main as command
 from aioserve.config import EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.lab.comparison.document import measure_recorded
 from aioserve.lab.decision_log.reader import DecisionLog
-from aioserve.lab.logs.what_if import Traffic, make_settings, make_workload, read_traffic
 from aioserve.lab.simulation.run import simulate
+from aioserve.lab.what_if import Traffic, make_settings, make_workload, read_traffic
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, build_prompt
 from tests.lab.traffic import record
 

@@ -13,8 +13,8 @@ from aioserve.cli.main import main as command
 from aioserve.errors import ConfigError
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.recorder import LogWriter
-from aioserve.lab.logs.what_if import make_config, percentile, what_if
 from aioserve.lab.simulation.run import simulate
+from aioserve.lab.what_if import make_config, percentile, what_if
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from tests.lab import traffic
 from tests.lab.traffic import record

@@ -11,7 +11,7 @@ import pytest
 
 from aioserve.config import SchedulerConfig
 from aioserve.lab.decision_log.reader import DecisionLog
-from aioserve.lab.logs.what_if import make_workload, read_traffic
+from aioserve.lab.what_if import make_workload, read_traffic
 from tests.processes import PATIENCE
 from tests.server.bad_bodies import check, mutations
 from tests.server.batches.asking import (
