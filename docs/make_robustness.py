@@ -18,8 +18,8 @@ import msgspec
 from aioserve.cli.main import main as aioserve
 from aioserve.lab.comparison.measures import number, parse_measure
 from aioserve.lab.mispredict import KINDS, Curves, draw, in_words
-from aioserve.lab.search.commands import render_tuning
-from aioserve.lab.search.tuning import Tuning
+from aioserve.lab.search import render_tuning
+from aioserve.lab.tuning import Tuning
 
 HERE = Path(__file__).parent
 STORED = HERE / "robustness.json"

@@ -138,7 +138,7 @@ COMMANDS: dict[str, Command] = {"serve": _serve}
 # Commands with arguments of their own: module and function, which returns the exit code.
 TOOLS = {
     "compare": "aioserve.lab.comparison.commands:run_compare",
-    "search": "aioserve.lab.search.commands:run_search",
+    "search": "aioserve.lab.search:run_search",
     "sweep": "aioserve.lab.comparison.sweep:run_sweep",
     "mispredict": "aioserve.lab.mispredict:run_mispredict",
     "evaluate": "aioserve.lab.evaluate.commands:run_evaluate",

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from aioserve.cli.main import main
-from aioserve.lab.search.tuning import DEFAULT, Tuning
+from aioserve.lab.tuning import DEFAULT, Tuning
 
 CHUNKS = ["--set", "scheduler.options.chunk_size=64,2048"]
 SMALL = ["search", "chunked_prefill", "--workload", "mixed", "--limit", "30"]

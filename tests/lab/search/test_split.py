@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.lab.search.tuning import split, two_workloads
+from aioserve.lab.tuning import split, two_workloads
 from aioserve.lab.workloads.synthetic import WorkloadSource
 
 LINE = '{{"arrival": {}, "prompt_tokens": {}, "output_tokens": 3}}\n'

@@ -9,8 +9,8 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.candidates import Candidate
 from aioserve.lab.comparison.measures import NOISE
-from aioserve.lab.search.commands import render_tuning
-from aioserve.lab.search.tuning import DEFAULT, RATE, RateScores, Split, Tuning, grid, tune
+from aioserve.lab.search import render_tuning
+from aioserve.lab.tuning import DEFAULT, RATE, RateScores, Split, Tuning, grid, tune
 from aioserve.lab.workloads.workload import Workload
 
 NAMES = [*(f"x={i}" for i in range(20)), DEFAULT]

@@ -1,11 +1,13 @@
-"""The command `search`: arguments in, the rate that was found, or the options, in words.
+"""The command `search`: the highest rate within an SLO, the fewest replicas, or options that suit.
 
-Knows nothing about numbers; measures nothing.
+Arguments in, words and a page out. `knee` looks for rates and replicas, `tuning` for options.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
+from html import escape
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,7 +30,11 @@ from aioserve.lab.comparison.candidates import Candidate, in_fleet, load_candida
 from aioserve.lab.comparison.document import classes_of, encode
 from aioserve.lab.comparison.knee import Bound, Knee, Need, Probe, Target, fewest_replicas, search
 from aioserve.lab.comparison.measures import NOISE, TINY, UNKNOWN, Row, number, parse_measure
-from aioserve.lab.search.tuning import (
+from aioserve.lab.comparison.report import static_page
+from aioserve.lab.simulation.run import Progress
+from aioserve.lab.slo import ServiceLevels
+from aioserve.lab.terminal import paint
+from aioserve.lab.tuning import (
     DEFAULT,
     RATE,
     Score,
@@ -42,86 +48,10 @@ from aioserve.lab.search.tuning import (
     tune,
     two_workloads,
 )
-from aioserve.lab.simulation.run import Progress
-from aioserve.lab.slo import ServiceLevels
-from aioserve.lab.terminal import paint
 from aioserve.lab.workloads.synthetic import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 from aioserve.support.arguments import Parser, count
 from aioserve.support.files import write
-
-#: By the verdict on the held-out part: what is said of the gain.
-HOLDS = {
-    "better": "The gain holds.",
-    "worse": "The gain does not hold: the default is better there.",
-    NOISE: "Whether the gain holds cannot be told from noise.",
-    TINY: "Hardly any gain is left: less than 1%.",
-    UNKNOWN: "Whether the gain holds is open: there is no interval from so little. Take several "
-    "seeds, or a longer trace.",
-    "the same": "There is no gain: the two do the same there.",
-}
-
-
-def render_probe(probe: Probe) -> str:
-    """Return a rate that was tried, in a line."""
-    mark = "" if probe.is_met else "  too fast"
-    shown = [] if probe.good_share is None else [f"{100 * probe.good_share:.2f}%"]
-    shown += [f"{1e3 * value:.1f}" for value in probe.bounded.values()]
-    if probe.worst_class is not None:
-        mark = f"  {probe.worst_class} {100 * (probe.worst_class_share or 0):.2f}%{mark}"
-    values = "".join(f"  {value:>14}" for value in shown)
-    return f"{probe.rate:12.3f}  {probe.time_scale:12.4f}{values}{mark}"
-
-
-def render_knee(candidate: Candidate, knee: Knee, bounds: Sequence[Bound], *, has_slo: bool) -> str:
-    """Return the highest rate, in a sentence."""
-    if knee.rate is None or knee.rate_above is None:
-        return f"{candidate.name}: no knee found: {knee.note}"
-    whom = "each class" if knee.each_class else "the requests"
-    does = [f"meets the SLO for {100 * knee.target:g}% of {whom}"] if has_slo else []
-    does += [f"keeps {b.measure} {b.statistic} within {b.limit:g} s" for b in bounds]
-    return (
-        f"{candidate.name} {' and '.join(does)} up to {knee.rate:.3g} requests/s, and not at "
-        f"{knee.rate_above:.3g}"
-    )
-
-
-def render_tuning(tuning: Tuning, row: Row) -> str:
-    """Return the scores of all candidates, what was chosen, and what is left of its gain."""
-    better = "more" if row.good > 0 else "less"
-    width = max(len(name) for name in (*tuning.candidates, "candidate"))
-    lines = [f"{tuning.parts}.", f"{row.label}: {better} is better.", ""]
-    lines.append(f"{'':{width}}  {'training':>12}  {'held out':>12}")
-    held_out = {DEFAULT: tuning.held_out_default, tuning.chosen: tuning.held_out}
-    for name, value in zip(tuning.candidates, tuning.training, strict=True):
-        shown = number(held_out[name], row) if name in held_out else ""
-        mark = "  chosen" if name == tuning.chosen else ""
-        lines.append(f"{name:{width}}  {number(value, row):>12}  {shown:>12}{mark}".rstrip())
-    return "\n".join([*lines, "", *_judged(tuning, row)])
-
-
-def _judged(tuning: Tuning, row: Row) -> list[str]:
-    count = len(tuning.candidates)
-    if tuning.chosen == DEFAULT:
-        return [f"The default is the best of {count} in training: there is nothing to gain."]
-    trained, held_out = tuning.gain_in_training, tuning.gain
-    lines = [
-        f"{tuning.chosen} is the best of {count} in training, by "
-        f"{trained.in_words(row)} against the default. That is biased in its favour: it was "
-        "chosen for it.",
-        f"Held out it has {number(tuning.held_out, row)}, the default "
-        f"{number(tuning.held_out_default, row)}: {held_out.in_words(row)}. "
-        f"{HOLDS[held_out.verdict]}",
-    ]
-    if trained.value and held_out.verdict not in (NOISE, UNKNOWN):
-        lines.append(
-            f"Of the gain in training {100 * held_out.value / trained.value:.0f}% is left."
-        )
-    return lines
-
-
-# The command `search`: arguments in, the rate that was found, or the options, in words. Knows
-# nothing about numbers.
 
 
 def run_search(words: Sequence[str]) -> int:
@@ -167,8 +97,6 @@ def _find_rate(arguments: argparse.Namespace) -> int:
     print(words)
     write(arguments.json, encode(msgspec.to_builtins(knee)))
     if arguments.html:
-        from aioserve.lab.search.page import knee_page
-
         write(arguments.html, knee_page(knee, arguments.bound, words).encode())
     return 0
 
@@ -213,8 +141,6 @@ def _find_replicas(arguments: argparse.Namespace) -> int:
     print(render_needs(needs, arguments.replicas))
     write(arguments.json, encode(msgspec.to_builtins(needs)))
     if arguments.html:
-        from aioserve.lab.search.page import needs_page
-
         words = "\n".join(machines(candidates))
         write(arguments.html, needs_page(needs, arguments.replicas, words).encode())
     return 0
@@ -278,8 +204,6 @@ def _tune(arguments: argparse.Namespace) -> int:
     print(paint(render_tuning(tuning, row)))
     write(arguments.json, encode(msgspec.to_builtins(tuning)))
     if arguments.html:
-        from aioserve.lab.search.page import tuning_page
-
         words = "\n".join([f"{tuning.parts}.", *_judged(tuning, row)])
         write(arguments.html, tuning_page(tuning, row, words).encode())
     return 0
@@ -436,3 +360,212 @@ def _add_tuning(parser: Parser) -> None:
         help="share of a trace's time that trains (default: 0.5)",
     )
     add_jobs(group)
+
+
+# What was found, in words.
+
+
+#: By the verdict on the held-out part: what is said of the gain.
+HOLDS = {
+    "better": "The gain holds.",
+    "worse": "The gain does not hold: the default is better there.",
+    NOISE: "Whether the gain holds cannot be told from noise.",
+    TINY: "Hardly any gain is left: less than 1%.",
+    UNKNOWN: "Whether the gain holds is open: there is no interval from so little. Take several "
+    "seeds, or a longer trace.",
+    "the same": "There is no gain: the two do the same there.",
+}
+
+
+def render_probe(probe: Probe) -> str:
+    """Return a rate that was tried, in a line."""
+    mark = "" if probe.is_met else "  too fast"
+    shown = [] if probe.good_share is None else [f"{100 * probe.good_share:.2f}%"]
+    shown += [f"{1e3 * value:.1f}" for value in probe.bounded.values()]
+    if probe.worst_class is not None:
+        mark = f"  {probe.worst_class} {100 * (probe.worst_class_share or 0):.2f}%{mark}"
+    values = "".join(f"  {value:>14}" for value in shown)
+    return f"{probe.rate:12.3f}  {probe.time_scale:12.4f}{values}{mark}"
+
+
+def render_knee(candidate: Candidate, knee: Knee, bounds: Sequence[Bound], *, has_slo: bool) -> str:
+    """Return the highest rate, in a sentence."""
+    if knee.rate is None or knee.rate_above is None:
+        return f"{candidate.name}: no knee found: {knee.note}"
+    whom = "each class" if knee.each_class else "the requests"
+    does = [f"meets the SLO for {100 * knee.target:g}% of {whom}"] if has_slo else []
+    does += [f"keeps {b.measure} {b.statistic} within {b.limit:g} s" for b in bounds]
+    return (
+        f"{candidate.name} {' and '.join(does)} up to {knee.rate:.3g} requests/s, and not at "
+        f"{knee.rate_above:.3g}"
+    )
+
+
+def render_tuning(tuning: Tuning, row: Row) -> str:
+    """Return the scores of all candidates, what was chosen, and what is left of its gain."""
+    better = "more" if row.good > 0 else "less"
+    width = max(len(name) for name in (*tuning.candidates, "candidate"))
+    lines = [f"{tuning.parts}.", f"{row.label}: {better} is better.", ""]
+    lines.append(f"{'':{width}}  {'training':>12}  {'held out':>12}")
+    held_out = {DEFAULT: tuning.held_out_default, tuning.chosen: tuning.held_out}
+    for name, value in zip(tuning.candidates, tuning.training, strict=True):
+        shown = number(held_out[name], row) if name in held_out else ""
+        mark = "  chosen" if name == tuning.chosen else ""
+        lines.append(f"{name:{width}}  {number(value, row):>12}  {shown:>12}{mark}".rstrip())
+    return "\n".join([*lines, "", *_judged(tuning, row)])
+
+
+def _judged(tuning: Tuning, row: Row) -> list[str]:
+    count = len(tuning.candidates)
+    if tuning.chosen == DEFAULT:
+        return [f"The default is the best of {count} in training: there is nothing to gain."]
+    trained, held_out = tuning.gain_in_training, tuning.gain
+    lines = [
+        f"{tuning.chosen} is the best of {count} in training, by "
+        f"{trained.in_words(row)} against the default. That is biased in its favour: it was "
+        "chosen for it.",
+        f"Held out it has {number(tuning.held_out, row)}, the default "
+        f"{number(tuning.held_out_default, row)}: {held_out.in_words(row)}. "
+        f"{HOLDS[held_out.verdict]}",
+    ]
+    if trained.value and held_out.verdict not in (NOISE, UNKNOWN):
+        lines.append(
+            f"Of the gain in training {100 * held_out.value / trained.value:.0f}% is left."
+        )
+    return lines
+
+
+# What was found as one HTML file: a chart, the words of the terminal, and a table.
+
+
+WIDTH, LEFT, RIGHT, ROW = 640, 190, 70, 26
+MET, MISSED, CHOSEN = "#2b8a5f", "#c2553f", "#3f6fc2"
+_STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:#24272b}.end{text-anchor:end}"
+    ".limit{stroke:#5d636a;stroke-dasharray:5 4}.missed{fill-opacity:.35}"
+    "@media (prefers-color-scheme: dark){text{fill:#e4e6e8}.limit{stroke:#a3a9b0}}"
+)
+
+
+class Bar(NamedTuple):
+    """One bar of a bar chart, with its label and value."""
+
+    label: str
+    value: float
+    text: str  # the value in words
+    colour: str
+
+
+def knee_page(knee: Knee, bounds: Sequence[Bound], words: str) -> str:
+    """Return the page on the highest rate: each rate that was tried, and whether it keeps to the
+    target.
+    """
+    probes = sorted(knee.probes, key=lambda probe: probe.rate)
+    heads = ["requests/s", "time scale", "within the SLO", "worst class"]
+    heads += [
+        f"{bound.measure} {bound.statistic}, ms (at most {1e3 * bound.limit:g})" for bound in bounds
+    ]
+    cells, bars = [], []
+    for probe in probes:
+        shown = "" if probe.good_share is None else f"{100 * probe.good_share:.2f}%"
+        worst = ""
+        if probe.worst_class is not None:
+            worst = f"{probe.worst_class} {100 * (probe.worst_class_share or 0):.2f}%"
+        bounded = [f"{1e3 * value:.1f}" for value in probe.bounded.values()]
+        cells.append([f"{probe.rate:.3f}", f"{probe.time_scale:.4f}", shown, worst, *bounded])
+        colour = MET if probe.is_met else MISSED
+        if probe.good_share is not None:
+            bars.append(Bar(f"{probe.rate:.3g} requests/s", probe.good_share, shown, colour))
+        else:
+            over = max(v / b.limit for v, b in zip(probe.bounded.values(), bounds, strict=True))
+            bars.append(Bar(f"{probe.rate:.3g} requests/s", over, f"{over:.2f}", colour))
+    has_slo = any(probe.good_share is not None for probe in probes)
+    what = "share of requests within the SLO" if has_slo else "largest bounded value over its bound"
+    caption = f"Bars: {what} at each rate that was tried; green: the target is met."
+    chart = _bars(bars, limit=knee.target if has_slo else 1.0)
+    return _page("The highest rate", words, chart, caption, heads, cells)
+
+
+def tuning_page(tuning: Tuning, row: Row, words: str) -> str:
+    """Return the page on options: the score of each candidate in training, and of those that were
+    evaluated on the held-out part.
+    """
+    held_out = {DEFAULT: tuning.held_out_default, tuning.chosen: tuning.held_out}
+    bars, cells = [], []
+    for name, value in zip(tuning.candidates, tuning.training, strict=True):
+        colour = CHOSEN if name == tuning.chosen else MET
+        bars.append(Bar(name, value, number(value, row), colour))
+        if name in held_out:
+            shown = number(held_out[name], row)
+            bars.append(Bar("held out", held_out[name], shown, colour))
+        cells.append(
+            [name, number(value, row), number(held_out[name], row) if name in held_out else ""]
+        )
+    caption = f"Bars: {row.label}; blue: the candidate that was chosen."
+    return _page(
+        "Options that suit a workload",
+        words,
+        _bars(bars),
+        caption,
+        ["candidate", f"training: {row.label}", "held out"],
+        cells,
+    )
+
+
+def needs_page(needs: Sequence[Need], most: int, words: str) -> str:
+    """Return the page on replicas: how many each configuration needs, and what was tried."""
+    bars, cells = [], []
+    for need in needs:
+        found = most if need.replicas is None else need.replicas
+        text = f"over {most}" if need.replicas is None else str(need.replicas)
+        bars.append(Bar(need.name, found, text, MISSED if need.replicas is None else MET))
+        for attempt in sorted(need.attempts, key=lambda attempt: attempt.replicas):
+            share = "" if attempt.good_share is None else f"{100 * attempt.good_share:.1f}%"
+            bounded = ", ".join(f"{k} {1e3 * v:.1f} ms" for k, v in attempt.bounded.items())
+            met = "yes" if attempt.is_met else "no"
+            cells.append([need.name, str(attempt.replicas), share, bounded, met])
+    caption = "Bars: the fewest replicas with which the workload keeps to its SLO."
+    heads = ["configuration", "replicas", "within the SLO", "bounded", "enough"]
+    return _page("The fewest replicas", words, _bars(bars), caption, heads, cells)
+
+
+def _page(
+    title: str,
+    words: str,
+    chart: str,
+    caption: str,
+    heads: Sequence[str],
+    cells: Sequence[Sequence[str]],
+) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in cells
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    parts = [f"<h1>{escape(title)}</h1>"]
+    parts += [f"<p>{escape(text)}</p>" for text in words.splitlines() if text.strip()]
+    parts += [f'<div class="panel">{chart}</div>', f"<p>{escape(caption)}</p>"]
+    parts.append(f'<div class="scroll">{table}</div>')
+    return static_page(title, "\n".join(parts))
+
+
+def _bars(bars: Sequence[Bar], limit: float | None = None) -> str:
+    """Return an SVG of horizontal bars from 0, with a dashed line at `limit`."""
+    most = max([bar.value for bar in bars] + ([] if limit is None else [limit]), default=1.0) or 1.0
+    room, height = WIDTH - LEFT - RIGHT, ROW * len(bars) + 8
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="100%" role="img"><style>{_STYLE}</style>'
+    ]
+    for place, bar in enumerate(bars):
+        y, width = 4 + ROW * place, max(bar.value, 0.0) / most * room
+        parts.append(
+            f'<text class="end" x="{LEFT - 8}" y="{y + 16}">{escape(bar.label)}</text>'
+            f'<rect x="{LEFT}" y="{y + 4}" width="{width:.1f}" height="{ROW - 9}" rx="2" '
+            f'fill="{bar.colour}"/>'
+            f'<text x="{LEFT + width + 6:.1f}" y="{y + 16}">{escape(bar.text)}</text>'
+        )
+    if limit is not None:
+        x = LEFT + limit / most * room
+        parts.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}"/>')
+    return "".join([*parts, "</svg>"])

@@ -182,10 +182,7 @@ def score_by_rate(
     return RateScores(rates)
 
 
-# Options that suit a workload, chosen on one part of it and judged on another. The best of several
-# scores is biased: part of what made it the best is chance, which does not come again (the winner's
-# curse; Cawley and Talbot, "On Over-fitting in Model Selection", JMLR, 2010). So the score that
-# counts is that on requests which no choice has seen. Knows scores; runs nothing.
+# The choice. Runs nothing.
 
 
 DEFAULT = "default"  # the configuration without the values that are searched

@@ -1,1 +1,0 @@
-"""The command `search`: the highest rate within an SLO, and the options that suit a workload."""
