@@ -10,8 +10,8 @@ import pytest
 
 from aioserve.cli.main import main
 from aioserve.lab.reproduce.claims.claim import WORST_FIRST, Finding, verdict_of
-from aioserve.lab.reproduce.claims.commands import CLAIMS
 from aioserve.lab.reproduce.claims.optimum import Job, latency_of, small_case, total_latency
+from aioserve.lab.reproduce.commands import CLAIMS
 from aioserve.scheduler import load_policy
 from aioserve.testing import SchedulerHarness
 
