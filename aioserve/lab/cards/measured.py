@@ -217,7 +217,7 @@ class _Package:
         self.card = card
         self.version = _find_version(card)
         self._model = find_model(card.model)
-        with _quiet():
+        with quiet():
             from aiconfigurator_core.sdk.utils import get_model_config_from_model_path
 
             try:
@@ -316,7 +316,7 @@ class _Package:
         kind = "of_free" if self.card.engine == "trtllm" else "of_total"
         found: list[tuple[int, int]] = []
         for size in STEP_SIZES:
-            with _quiet():
+            with quiet():
                 try:
                     estimate = estimate_kv_cache(
                         self._model,
@@ -517,7 +517,7 @@ def _plain(name: str) -> str:
 
 def _find_version(card: Card) -> str:
     """Return the version of the engine. Raises `ConfigError` for what was not measured."""
-    with _quiet():
+    with quiet():
         known = databases()
         from aiconfigurator_core.sdk.perf_database import get_version_slots
 
@@ -560,7 +560,7 @@ def _refused(card: Card, error: Exception) -> ConfigError:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep to itself what the package says of each table that it reads."""
     logger = logging.getLogger(PACKAGE)
     before = logger.level

@@ -13,7 +13,6 @@ from aioserve.lab.arguments import add_output
 from aioserve.lab.comparison.document import encode
 from aioserve.lab.reproduce.vllm import runs, stages
 from aioserve.lab.reproduce.vllm.kv_blocks import blocks_csv, compare_blocks, render_blocks
-from aioserve.lab.reproduce.vllm.page import Results, render_page
 from aioserve.lab.reproduce.vllm.simulators import (
     BY_CARD,
     ONE_DEEP,
@@ -30,8 +29,10 @@ from aioserve.lab.reproduce.vllm.simulators import (
     simulators_csv,
 )
 from aioserve.lab.reproduce.vllm.words import (
+    Results,
     as_rows,
     draw_requests,
+    render_page,
     render_run,
     render_stages,
     requests_csv,
