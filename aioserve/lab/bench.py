@@ -24,12 +24,13 @@ from aioserve.lab.arguments import (
     add_cut,
     add_json,
     add_output,
+    add_reading,
     add_slo,
     add_time_scale,
+    read_reading,
     refuse_card,
     wants_json,
 )
-from aioserve.lab.comparison.arguments import add_reading, read_reading
 from aioserve.lab.comparison.measures import STATISTICS, good_totals, statistics_of
 from aioserve.lab.comparison.service import Floats
 from aioserve.lab.simulation.outcome import RequestOutcome

@@ -28,9 +28,8 @@ from xml.etree import ElementTree
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import add_settings
+from aioserve.lab.arguments import add_settings, running
 from aioserve.lab.check import contract_command
-from aioserve.lab.comparison.arguments import running
 from aioserve.lab.comparison.candidates import (
     Candidate,
     load_candidates,

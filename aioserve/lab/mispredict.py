@@ -13,12 +13,13 @@ from math import ceil, floor, log10
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import add_output, read_card
-from aioserve.lab.comparison.arguments import (
+from aioserve.lab.arguments import (
     CONFIG_HELP,
     add_common,
     add_jobs,
+    add_output,
     add_workload,
+    read_card,
     read_jobs,
     read_workloads,
     running,

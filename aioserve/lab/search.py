@@ -12,14 +12,16 @@ from typing import NamedTuple
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import add_output, read_card, read_cards
-from aioserve.lab.comparison.arguments import (
+from aioserve.lab.arguments import (
     CONFIG_HELP,
     DEFAULT_SEEDS,
     add_common,
     add_jobs,
+    add_output,
     add_price,
     add_workload,
+    read_card,
+    read_cards,
     read_jobs,
     read_num_seeds,
     read_source,

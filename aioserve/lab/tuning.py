@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.lab.comparison.arguments import is_list
+from aioserve.lab.arguments import is_list
 from aioserve.lab.comparison.bootstrap import Sampling, compare_seeds
 from aioserve.lab.comparison.candidates import Candidate, load_candidates, options_of, prepare
 from aioserve.lab.comparison.document import (

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from aioserve.errors import ConfigError
 from aioserve.fleet import available_routers
-from aioserve.lab.arguments import add_output, read_cards
-from aioserve.lab.comparison.arguments import (
+from aioserve.lab.arguments import (
     CONFIG_HELP,
     add_common,
     add_jobs,
+    add_output,
     add_price,
     add_workload,
+    read_cards,
     read_jobs,
     read_num_seeds,
     read_source,

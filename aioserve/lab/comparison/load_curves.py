@@ -16,8 +16,14 @@ import msgspec
 import numpy as np
 
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import add_output, read_card
-from aioserve.lab.comparison.arguments import is_list, read_jobs, read_workloads, running
+from aioserve.lab.arguments import (
+    add_output,
+    is_list,
+    read_card,
+    read_jobs,
+    read_workloads,
+    running,
+)
 from aioserve.lab.comparison.bootstrap import (
     LEVEL,
     MIN_SEEDS,

@@ -9,13 +9,14 @@ from typing import Any
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import add_output, read_card
-from aioserve.lab.comparison.arguments import (
+from aioserve.lab.arguments import (
     CONFIG_HELP,
     add_common,
+    add_output,
     add_price,
     add_workload,
     is_list,
+    read_card,
     read_workloads,
 )
 from aioserve.lab.comparison.candidates import Candidate

@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import add_card, add_output, read_card
-from aioserve.lab.comparison.arguments import add_price
+from aioserve.lab.arguments import add_card, add_output, add_price, read_card
 from aioserve.lab.comparison.candidates import Candidate
 from aioserve.lab.comparison.document import encode
 from aioserve.lab.terminal import paint, progress
