@@ -141,7 +141,7 @@ TOOLS = {
     "search": "aioserve.lab.search:run_search",
     "sweep": "aioserve.lab.comparison.sweep:run_sweep",
     "mispredict": "aioserve.lab.mispredict:run_mispredict",
-    "evaluate": "aioserve.lab.evaluate.commands:run_evaluate",
+    "evaluate": "aioserve.lab.evaluate.evaluator:run_evaluate",
     "evolve": "aioserve.lab.evolve:run_evolve",
     "bench": "aioserve.lab.bench:run_bench",
     "calibrate": "aioserve.lab.calibration:run_calibrate",

@@ -28,9 +28,8 @@ import msgspec
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.bootstrap import Difference
 from aioserve.lab.evaluate import Evaluation, Evaluator, Trials
-from aioserve.lab.evaluate.commands import add_trials, read_trials
 from aioserve.lab.evaluate.enclosure import Failed
-from aioserve.lab.evaluate.evaluator import read_policy
+from aioserve.lab.evaluate.evaluator import add_trials, read_policy, read_trials
 from aioserve.support.arguments import Parser, count, natural
 
 

@@ -15,13 +15,6 @@ from aioserve.lab.cards.engines import errors_of_runs, read_errors
 from aioserve.lab.cards.measured import EXTRA, PACKAGE
 from aioserve.lab.reproduce.commands import run_reproduce
 from aioserve.lab.reproduce.vllm import runs, stages
-from aioserve.lab.reproduce.vllm.kv_blocks import (
-    KvBlocks,
-    blocks_csv,
-    blocks_left_out,
-    compare_blocks,
-    table_of_blocks,
-)
 from aioserve.lab.reproduce.vllm.simulators import (
     BY_CARD,
     OURS,
@@ -34,7 +27,15 @@ from aioserve.lab.reproduce.vllm.simulators import (
     simulators_csv,
     table_of_simulators,
 )
-from aioserve.lab.reproduce.vllm.words import as_rows, run_errors
+from aioserve.lab.reproduce.vllm.words import (
+    KvBlocks,
+    as_rows,
+    blocks_csv,
+    blocks_left_out,
+    compare_blocks,
+    run_errors,
+    table_of_blocks,
+)
 from tests.lab.cards.test_operators import write_tables
 
 ROOT = Path(__file__).parents[3]

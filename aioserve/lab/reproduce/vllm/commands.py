@@ -12,7 +12,6 @@ from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_output
 from aioserve.lab.comparison.document import encode
 from aioserve.lab.reproduce.vllm import runs, stages
-from aioserve.lab.reproduce.vllm.kv_blocks import blocks_csv, compare_blocks, render_blocks
 from aioserve.lab.reproduce.vllm.simulators import (
     BY_CARD,
     ONE_DEEP,
@@ -31,7 +30,10 @@ from aioserve.lab.reproduce.vllm.simulators import (
 from aioserve.lab.reproduce.vllm.words import (
     Results,
     as_rows,
+    blocks_csv,
+    compare_blocks,
     draw_requests,
+    render_blocks,
     render_page,
     render_run,
     render_stages,
