@@ -142,9 +142,7 @@ def non_negative_least_squares(matrix: Array, target: Array) -> Array:
     return best
 
 
-# Measures how long steps of a real model take on this machine and fits a step-time model. Drives
-# the whole engine, not the runner alone: what the event loop, the scheduler and the hand-over cost
-# on the way belongs to a step, too. Knows nothing about what the numbers are used for.
+# The measurement.
 
 
 # Between the end of a step and the hand-over of the next, if the engine has work: more than this
@@ -471,8 +469,7 @@ async def _first_token(engine: AsyncEngine, rng: random.Random) -> tuple[StepFea
     return StepFeatures.of(0, size, [(size, size)]), seconds
 
 
-# The command `calibrate`: fit a step-time model to a real model here, or to outcomes of a server.
-# Arguments in, words out; what is measured and how is `calibrate`.
+# The command.
 
 
 def run_calibrate(argv: Sequence[str]) -> int:

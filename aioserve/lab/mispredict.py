@@ -81,9 +81,7 @@ class Errors(msgspec.Struct, frozen=True):
         return cls(kind, tuple(s for s, _ in sizes), tuple(p for _, p in sizes))
 
 
-# Policies over the error of predictions, beside themselves and a baseline without any. Runs every
-# policy on the same requests: with predictions of each error, and without. Knows nothing about how
-# curves are shown.
+# The runs: every policy on the same requests, with predictions of each error and without.
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -171,8 +169,7 @@ def measure_curves(
     )
 
 
-# Curves over the error of predictions in words: a table, and where each policy falls behind. Knows
-# curves; measures nothing.
+# The curves in words: a table, and where each policy falls behind.
 
 
 #: What a verdict says of a policy beside what it is compared with; any other: level with it.
@@ -269,10 +266,8 @@ def _stretches(sizes: Sequence[float], against: Sequence[Apart], other: str, sym
     return ", ".join(parts)
 
 
-# The chart of curves over the error of predictions, as SVG: a panel for each policy. Each panel has
-# the baseline as a dashed line, the policy without predictions as a dotted one, and bars that are
-# the 95% intervals of the difference from the baseline: a bar across the dashed line says that the
-# two cannot be told apart. Knows curves; measures nothing.
+# The chart, as SVG: a panel for each policy, with the baseline as a dashed line and the policy
+# without predictions as a dotted one. A bar (95% interval) across the dashed line: no difference.
 
 
 COLUMNS, WIDTH, HEIGHT = 3, 300, 210  # of a panel
@@ -372,8 +367,7 @@ def _panel(curve: Curve, curves: Curves, ticks: list[float]) -> str:
     return "".join(parts)
 
 
-# Curves over the error of predictions as one HTML file: the chart, the words and the table. With
-# the style of the lab's reports; needs no network and no script. Knows curves.
+# The curves as one HTML file.
 
 
 def render_page(curves: Curves) -> str:
@@ -413,8 +407,7 @@ def _table(curves: Curves) -> str:
     )
 
 
-# The command `mispredict`: arguments in, curves over the error of predictions out. Knows nothing
-# about numbers.
+# The command.
 
 
 def run_mispredict(words: Sequence[str]) -> int:

@@ -211,9 +211,7 @@ def decode_spans(
     )
 
 
-# Fits a step-time profile to outcomes: from arrivals and times of tokens to what steps take. Knows
-# rounds and decodes as `rounds` finds them. For any log of a server that is not ours, as long as
-# that runs prompts in rounds of their own.
+# The fit: from arrivals and times of tokens to what steps take.
 
 
 # A card multiplies matrices in tiles of 128 rows, so what a round takes jumps from one multiple

@@ -271,8 +271,7 @@ class ShadowFeed(StepObserver):
                 self._shadow.note(now, request, left=True)
 
 
-# What the shadow policy would have done, as Prometheus metrics. Counts what a shadow tells it;
-# knows nothing about how that follows the live requests.
+# What the shadow policy would have done, as Prometheus metrics.
 
 
 class ShadowMetrics(Collector):
@@ -325,7 +324,6 @@ class ShadowMetrics(Collector):
 
 
 # The shadow of a live engine: made from settings, switched, and given its turns beside live steps.
-# Knows settings, policies and the event loop. Knows nothing of what a shadow does with its time.
 
 
 # How often a shadow that is behind gets a slice of an engine that is idle. A guess.

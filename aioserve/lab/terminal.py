@@ -81,8 +81,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
-# What the latencies in tables are, in the same words below each of them. Knows labels; knows no
-# numbers.
+# What the latencies in tables are, in the same words below each of them.
 
 
 #: By label, a sentence each for a reader who has not met them.

@@ -99,7 +99,6 @@ def _seeds(workloads: Sequence[Workload]) -> str:
 
 
 # By what options are chosen: a measure at the workload's rate, or the highest rate within an SLO.
-# Runs configurations. Knows nothing of parts and of choices.
 
 
 #: The highest rate at which the SLO is met; not a row of comparisons.
@@ -182,7 +181,7 @@ def score_by_rate(
     return RateScores(rates)
 
 
-# The choice. Runs nothing.
+# The choice.
 
 
 DEFAULT = "default"  # the configuration without the values that are searched

@@ -193,10 +193,6 @@ def _timeout(life: Life) -> float | None:
     return None if deadline is None else max(deadline - life.spec.arrival_time, 1e-3)
 
 
-# A runner that gives every request the reply it got when the log was written. It takes as long as a
-# step-time model says, on the loop's clock. Knows nothing about policies.
-
-
 class RepliesRunner(RunnerInterface):
     """Replies as the log has them, after the time that the model says."""
 
@@ -267,9 +263,7 @@ class RepliesRunner(RunnerInterface):
         return reply[position] if position < len(reply) else self._filler[request_id]
 
 
-# What another policy would have done with the traffic of a decision log, in virtual time. Its
-# requests go through the engine task again, with their own tokens: they come, leave and end as they
-# did, and get the replies that they got. Knows no HTTP, no text and no workload but the log.
+# The simulation of another policy.
 
 
 POLL_SECONDS = 0.1  # virtual; no result depends on how exactly the end of a run is noticed

@@ -227,9 +227,6 @@ def stated_weights(
     """Return the weights of clients under each candidate, and what states them ("" if nothing
     does). The workload has the first word. Otherwise what one configuration states holds for those
     that state nothing, unless several state different things: then each is measured by its own.
-
-    The workload has the first word. Otherwise what one configuration states holds for those that
-    state nothing, unless several state different things: then each is measured by its own.
     """
     if workload.weights:
         return [workload.weights] * len(candidates), "the workload"

@@ -197,8 +197,7 @@ def request_rows(outcome: RunOutcome, workload: Workload, run: RunMeasures) -> l
     return rows
 
 
-# What a server measured while a decision log was written, beside what is simulated of it. The
-# difference between the two is how far the simulation is off. Runs nothing.
+# What a server measured while a decision log was written, beside what is simulated of it.
 
 
 def measure_recorded(traffic: "Traffic") -> dict[str, Any]:
@@ -227,9 +226,7 @@ def _statistics(values: list[float]) -> dict[str, float]:
     return over_seeds([np.array(values, dtype=float)])
 
 
-# The same requests under several configurations: which is better, by how much, and is it sure? Runs
-# every configuration on every seed, in rounds, and puts all numbers into one document of plain
-# data. Knows nothing about how it is shown.
+# The document: every configuration on every seed, in rounds.
 
 
 NUM_VICTIMS = 5
@@ -541,8 +538,7 @@ def encode(document: Document) -> bytes:
     return msgspec.json.format(msgspec.json.encode(document), indent=1)
 
 
-# Runs of configurations on workloads, and how two of them differ in one measure. The part of a
-# comparison that a curve or a search needs. Knows nothing about how it is shown.
+# Runs of configurations, and how two differ in one measure: what a curve or a search needs.
 
 
 class Apart(msgspec.Struct, frozen=True):

@@ -164,7 +164,3 @@ def _only(values: Floats, places: Places) -> Floats:
     kept = np.full(len(values), np.nan)
     kept[places] = values[places]
     return kept
-
-
-# How clients and classes of clients fared: rows for the report, and a table for a terminal. Knows
-# the document that `compare` makes; which groups get a line is said there.

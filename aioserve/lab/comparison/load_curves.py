@@ -262,8 +262,7 @@ def _cells(curves: LoadCurves) -> list[list[str]]:
     return rows
 
 
-# The curves as SVG: attainment on the left, goodput on the right, one colour for a configuration,
-# bars for the 95% intervals, and a dashed line at the target.
+# The curves as SVG: attainment on the left, goodput on the right, bars for the 95% intervals.
 
 
 WIDTH, HEIGHT = 400, 270  # of a panel

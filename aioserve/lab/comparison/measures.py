@@ -76,9 +76,8 @@ class Reader(msgspec.Struct, frozen=True):
         return 1 - lost / float(np.sum(areas))
 
 
-# Programs of several requests: how long each took, against itself alone, and whether in time. Knows
-# workloads and outcomes of runs. Each array has one entry per request of the workload: a program's
-# is that of its first request, all others are NaN.
+# Programs of several requests. Of each array, a program's entry is that of its first request; all
+# others are NaN.
 
 
 PAUSE = 1.0  # seconds between programs that run alone: the engine has nothing left to do
@@ -176,8 +175,7 @@ def slowdowns(completion: Floats, workload: Workload, alone: RunOutcome) -> Floa
     return found
 
 
-# What is known of a fleet besides what its clients saw: how busy, how even, at what price. Knows
-# one run at a time, and the price that its plan states. Judges nothing.
+# A fleet besides what its clients saw: how busy, how even, at what price.
 
 
 SECONDS_PER_HOUR = 3600.0
@@ -254,9 +252,8 @@ def energy_totals(
     }
 
 
-# From what happened in a run to the numbers by which runs are compared. Knows one run at a time.
-# All durations are in seconds; what is undefined is NaN, never 0: a request without a first token
-# has no time to it.
+# The numbers by which runs are compared. Durations are in seconds; what is undefined is NaN, never
+# 0: a request without a first token has no time to it.
 
 
 Ints = npt.NDArray[np.int64]
@@ -514,8 +511,7 @@ def _totals(outcome: RunOutcome, workload: Workload) -> dict[str, Any]:
     }
 
 
-# The measures of a comparison: which there are, in which units, what they mean, which is better.
-# Knows the document that `compare` makes; computes nothing but units.
+# The rows of a comparison: measures with their units, what they mean, which is better.
 
 
 NOISE = "not distinguishable from noise"

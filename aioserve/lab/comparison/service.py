@@ -26,9 +26,6 @@ class Service(NamedTuple):
     """The service of one client, in tokens of prompts and replies. A client competes from the first
     step that leaves out a waiting request of its until that one is admitted: one that is served as
     soon as it asks is due no more than it asks for.
-
-    A client competes from the first step that leaves out a waiting request of its until that one is
-    admitted: one that is served as soon as it asks is due no more than it asks for.
     """
 
     tokens: int
@@ -180,9 +177,6 @@ def _compete(
     """Return the competition of each client: how long it waited while another did, what it got
     then, and was due. `waits` are [n, 2] stretches of time, apart from each other; what comes at
     the end of one comes in it.
-
-    `waits` are [n, 2] stretches of time, apart from each other; what comes at the end of one comes
-    in it.
     """
     # Between two edges the same clients wait.
     edges = np.unique(np.concatenate([stretch.ravel() for stretch in waits]))

@@ -298,8 +298,7 @@ def _pair(
     return lines
 
 
-# One line for each configuration of a fleet, so that many routers and policies fit on a screen.
-# Knows the document that `compare` makes. Judges by the intervals that stand in it.
+# A fleet: a line for each configuration, so that many routers and policies fit on a screen.
 
 
 COLUMNS = (
@@ -368,8 +367,7 @@ def _cell(first: dict[str, Any], result: dict[str, Any], row: Row) -> str:
     return number(value_of(result, row), row) + MARKS.get(said, " ")
 
 
-# How clients and classes of clients fared: rows for the report, and a table for a terminal. Knows
-# the document that `compare` makes; which groups get a line is said there.
+# How clients and classes of clients fared.
 
 
 GROUP_COLUMNS = [

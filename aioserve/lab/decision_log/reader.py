@@ -114,8 +114,7 @@ class DecisionLog:
         return ConfigError(f"decision log {self.path} is damaged at byte {offset}: {what}")
 
 
-# Follows requests and steps through the records of a decision log. Believes what was recorded: no
-# scheduler is run here. `replay` does that. Knows no file.
+# Requests and steps, followed through the records, which are believed: `replay` runs a scheduler.
 
 
 # Between the end of a step and the plan of the next, if the engine has work: what is longer is

@@ -365,11 +365,8 @@ def _result(result: T | None, error: BaseException | None) -> T:
     return result  # type: ignore[return-value]  # what the scheduler returned, even if nonsense
 
 
-# Writes a decision log while the engine serves: a buffer on the loop, a thread for the disk. Knows
-# bytes and files. What a record says is `decision_log.records`; what is recorded, and when, is
-# `decision_log.recorder`. the file: MAGIC, version, newline, then frames a frame: length and CRC-32
-# of what follows (2 x 4 bytes, little endian), then, deflated, records: length (4 bytes, little
-# endian) and MessagePack
+# The file: MAGIC, version, newline, then frames. A frame: length and CRC-32 of what follows (2 x 4
+# bytes, little endian), then, deflated, records: length (4 bytes, little endian) and MessagePack.
 
 
 logger = logging.getLogger(__name__)

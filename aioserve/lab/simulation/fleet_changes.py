@@ -73,9 +73,7 @@ def check_choices(choices: Sequence[Chosen], word: str) -> None:
         raise ConfigError(f"{word} is named twice: {', '.join(shown)}")
 
 
-# What changes in a simulated fleet while it runs: requests move, replicas restart, come and go.
-# Knows when copies end and what moves then, the order of rolling restarts, and what the autoscaler
-# wants. Does not know why a router moves a request, nor what a restart is.
+# Moves of requests, and what the fleet is told of restarts and of the autoscaler.
 
 
 class FleetRun(Protocol):
@@ -236,8 +234,7 @@ class Handovers:
         self._run.end_lost(moving.number, moving.request)
 
 
-# Rolling restarts of a simulated fleet: replicas drain, restart and come back, one after another.
-# Knows the order of replicas. What a restart is, the run of the fleet knows.
+# Rolling restarts: replicas drain, restart and come back, one after another.
 
 
 class Deploys:
@@ -294,8 +291,7 @@ class Deploys:
             self._run.kill(seat)
 
 
-# How many replicas of a simulated fleet there are: asks the autoscaler, and knows who starts. Knows
-# numbers of seats. Knows no engine and no router: what is to come and go, the fleet is told.
+# How many replicas there are: the autoscaler is asked, and who starts is known.
 
 
 Count = Annotated[int, Meta(ge=1)]
@@ -401,8 +397,7 @@ class Scaling:
         return min(max(wanted, self.plan.min_replicas), self._num_seats)
 
 
-# Roles of the replicas of a simulated fleet that is scaled: each keeps one replica at least. Knows
-# seats. Does not know how many replicas are wanted.
+# Roles of the replicas of a fleet that is scaled: each keeps one replica at least.
 
 
 def missing_roles(seats: Sequence[Seat], present: Sequence[Seat]) -> list[str]:

@@ -98,21 +98,10 @@ def group_of_places(groups: Sequence[ReplicaGroup], num_replicas: int) -> list[R
     return [group for group in groups or equal for _ in range(group.replicas)]
 
 
-# A fleet as it is described: how many replicas, behind which routers, at what price. Knows YAML and
-# what to refuse. Plain data that checks itself; runs and loads nothing.
-
-
-# Replicas of a simulated fleet that are not alike: slower ones, smaller ones, ones with a role.
-# Plain data that checks itself. Knows no engine.
-
-
-# A fleet as it is described: how many replicas, behind which routers, at what price. Knows YAML and
-# what to refuse. Runs nothing.
+# The fleet: how many replicas, behind which routers, at what price.
 
 
 Rate = Annotated[float, Meta(gt=0)]
-
-
 Seconds = Annotated[float, Meta(ge=0, le=60)]
 
 
@@ -298,7 +287,3 @@ class Fleet(msgspec.Struct, frozen=True):
                 "speculation.speculative_method is for real models: in a fleet give "
                 "runner.simulated_draft_tokens"
             )
-
-
-# Roles of the replicas of a simulated fleet that is scaled: each keeps one replica at least. Knows
-# seats. Does not know how many replicas are wanted.

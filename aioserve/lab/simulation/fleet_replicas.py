@@ -108,8 +108,7 @@ class RoutedRequests:
         return Sent(i, request, routed)
 
 
-# What came of a run of a fleet: what its clients saw, and where each request was. Plain records.
-# Judges nothing.
+# What came of a run: what its clients saw, and where each request was.
 
 
 class FleetOutcome(RunOutcome):
@@ -130,8 +129,7 @@ class FleetOutcome(RunOutcome):
         return sum(self.paid_seconds)
 
 
-# A place in a simulated fleet: the engine that has it now, and the requests that it serves. Plain
-# state, which the run of the fleet changes.
+# A place: the engine that has it now, and the requests that it serves.
 
 
 class Seat:
@@ -165,8 +163,7 @@ class Seat:
         return ReplicaReport() if engine is None else engine.report(), self.known_at
 
 
-# What a simulated sender hears of its replicas, and when: some seconds after it was so. Knows the
-# order of what happened. Knows no engine; what is told, the caller says.
+# What a sender hears of its replicas, some seconds after it was so.
 
 
 Notice = Callable[[], None]

@@ -43,12 +43,6 @@ class DelegatingRunner(RunnerInterface):
         await self._runner.close()
 
 
-# What happened in one run, in compact arrays, and the observer that notes it. An hour of traffic is
-# millions of tokens: times are kept as C doubles. A reply ends in the lab as it does in life, by an
-# end token that only the runner foresees: the simulated runner is told the true lengths; a real one
-# is wrapped, and its tokens are changed so that replies end where the workload says.
-
-
 def extra_stop_ids(model_info: ModelInfo) -> tuple[int, ...]:
     """Return the token that ends replies of a model that states no end token: the last of its
     ids.
@@ -136,11 +130,7 @@ class ReplyEndRunner(DelegatingRunner):
                 token_ids[i] = self._plain_token_id
 
 
-# What happened in one run, in compact arrays, and the observer that notes it. An hour of traffic is
-# millions of tokens: times are kept as C doubles. Knows nothing about what the numbers mean.
-
-
-# Times are in seconds since the start of the run.
+# What happened in one run. Times are in seconds since its start.
 
 
 class RequestOutcome:

@@ -110,8 +110,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         return events
 
 
-# Clients that ask when a workload says: at a time, or after the end of all that they follow. Knows
-# arrivals and turns. A derived class says which engine they ask and what is kept of it.
+# Clients that ask when a workload says: at a time, or after the end of all that they follow.
 
 
 Progress = Callable[[int], None]  # told how many more requests have ended
@@ -170,9 +169,7 @@ class Clients(ABC):
             tasks.create_task(self._serve(i, due, tasks))
 
 
-# Runs one configuration on one workload: on the virtual clock, or for real. The engine is the one
-# that serves; only the clock, the runner's wrapper and the clients are ours. Knows nothing about
-# measures or other configurations.
+# The runs.
 
 
 NUM_STATES = 1000  # points of queue and memory that are kept of a run, about

@@ -25,9 +25,8 @@ from aioserve.runner.step_times import step_times
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput, load_policy
 from aioserve.scheduler.blame import blamed
 
-# Plans many pure-decode steps at once, for the simulator. Does the bookkeeping of
-# `Step.run_decodes`, `Step.output` and `take_results`, in the same order. Knows no time. Valid only
-# for policies that declare `keeps_decoding`.
+# Many pure-decode steps planned at once, for policies that declare `keeps_decoding`: with the books
+# of `Step.run_decodes`, `Step.output` and `take_results`, in the same order.
 
 
 class MultiStepDecode:
@@ -119,9 +118,7 @@ class MultiStepDecode:
         )
 
 
-# An engine without tasks: the same scheduler, KV cache and step times, moved on from outside.
-# Drives the step loop that the server's engine task drives. A caller that moves many engines on
-# needs one heap of times. Knows nothing about clients, routers or other engines.
+# An engine without tasks: it drives the step loop that the server's engine task drives.
 
 
 # Steps of decodes that are planned together: more are cut short by arrivals, fewer do not pay.

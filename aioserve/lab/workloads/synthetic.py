@@ -188,13 +188,7 @@ def without_predictions(workload: Workload) -> Workload:
     return msgspec.structs.replace(workload, requests=requests)
 
 
-# How many tokens a simulated client allows for a reply, apart from how many the reply has. No
-# server knows how long a reply will be: the model ends it. What a server is told is `max_tokens`,
-# the client's limit, and a lab that sent the length as the limit would tell every policy the
-# future.
-
-
-# Invented traffic from a small YAML file: arrivals, lengths, shared prefixes, conversations.
+# The description: arrivals, lengths, shared prefixes, conversations.
 
 
 Positive = Annotated[float, Meta(gt=0)]
@@ -422,8 +416,7 @@ def read_spec(path: str | Path) -> WorkloadSpec:
     return spec
 
 
-# Invented traffic from a small YAML file: arrivals, lengths, shared prefixes, conversations. The
-# same seed gives the same requests on every machine. Knows nothing about serving.
+# The requests of a description.
 
 
 def generate(spec: WorkloadSpec, seed: int = 0, name: str = "synthetic") -> Workload:
@@ -640,8 +633,7 @@ def _tokens(distribution: Distribution, rng: random.Random) -> int:
     return max(1, round(distribution.draw(rng)))
 
 
-# Where workloads come from: a YAML file that describes one, or a trace; and cutting. Knows file
-# names and options of the command line; leaves formats to others.
+# Where workloads come from: a YAML file that describes one, or a trace; and cutting.
 
 
 TRACE_SUFFIXES = (".csv", ".jsonl", ".json")

@@ -216,9 +216,7 @@ def default_max_tokens(longest_reply: int) -> int:
     return max(DEFAULT_MAX_TOKENS, 1 << max(longest_reply - 1, 0).bit_length())
 
 
-# Traffic as plain data: requests, when and for how much. Every configuration gets the same list.
-# Prompts are recipes of a few numbers each; token ids are made when a request arrives, so an hour
-# of traffic is a few megabytes. Knows nothing about files, policies or clocks.
+# Traffic.
 
 
 NOISE_LENGTH = 65536  # tokens; prompts are pieces of it

@@ -54,8 +54,7 @@ from aioserve.support.files import write
 
 BATCH = 4  # policies after which what `--only` measures is kept
 
-# The command `zoo`: standard workloads for a policy, and where it stands among all that ship.
-# Arguments in, words and files out.
+# The command.
 
 
 def run_zoo(words: Sequence[str]) -> int:

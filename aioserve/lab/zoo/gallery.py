@@ -93,8 +93,7 @@ def read_cards() -> list[Card]:
     return cards
 
 
-# What the page of the zoo says in words: its head, its questions, and the nine in short. Knows no
-# numbers.
+# What the page says in words: its head, its questions, and the nine in short.
 
 
 HEAD = """\
@@ -243,8 +242,7 @@ NINE = {
 }
 
 
-# The page of the zoo for docs/: what each policy is for, where it wins, which one to take. Made of
-# the stored results and of what the policies say of themselves. Measures nothing.
+# The page, made of the stored results and of what the policies say of themselves.
 
 
 #: The cards of which results may be stored beside those of the standard's machine.

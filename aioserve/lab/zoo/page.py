@@ -211,8 +211,7 @@ def as_document(
     }
 
 
-# The chart of the zoo, as SVG: a row for each policy, a column for each workload, blue is good. Its
-# colours follow the reader's choice of light or dark. Knows the board; measures nothing.
+# The chart, as SVG in light and dark: a row for each policy, a column for each workload.
 
 
 LEFT, COLUMN, ROW, TOP, BOTTOM = 190, 84, 24, 58, 82
@@ -322,8 +321,7 @@ def _shades(colours: list[tuple[str, str]]) -> str:
     )
 
 
-# The zoo's report as one HTML file: the chart, the board, and the named policies by measure. With
-# the style of the lab's reports; needs no network and no script. Knows results.
+# The report as one HTML file: the chart, the board, and the named policies by measure.
 
 
 RANKS = (

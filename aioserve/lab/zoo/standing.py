@@ -58,9 +58,7 @@ from aioserve.support.files import config_names
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash
 
-# The standard of the zoo: six workloads, their seeds, and the machine that they are simulated on.
-# Frozen under a version and a digest, so that numbers of two papers can be compared: what changes
-# one of them is a new version. Knows what is run; runs nothing.
+# The standard: six workloads, their seeds, and the machine that they are simulated on.
 
 
 VERSION = "zoo-1"
@@ -199,8 +197,7 @@ def _stated(struct: msgspec.Struct) -> list[tuple[str, Any]]:
 _fields = functools.cache(msgspec.structs.fields)
 
 
-# What is measured of a policy on the standard workloads: one number a measure, workload and seed.
-# Runs policies and takes the lab's measures of each run. Knows nothing of other policies' numbers.
+# What is measured of a policy: one number a measure, workload and seed.
 
 
 #: By policy, workload and measure: a value for each seed, in the units of the lab's document; NaN
@@ -319,10 +316,8 @@ def _value(run: RunMeasures, row: Row) -> float:
     return statistics_of(values)[row.statistic]
 
 
-# The stored results of the zoo: what each policy that ships reached on the standard workloads. They
-# come with the package, so that one more policy can be ranked in seconds. They carry the digest of
-# the standard, and of each policy the digest of its code. Written by `python -m aioserve zoo
-# --store`. Knows files; measures nothing.
+# The stored results of the policies that ship, so that one more is ranked in seconds, with the
+# digests of the standard and of each policy's code. `python -m aioserve zoo --store` writes them.
 
 
 FILE = Path(__file__).with_name(f"{VERSION}.json")
@@ -475,13 +470,11 @@ def _known(data: Any) -> Any:
     return data
 
 
-# Where a policy stands among others: ranks with what chance leaves open, by measure and workload. A
-# rank counts the policies that are better on average over the seeds. Its range counts those that
-# are surely better or worse, where all pairs of policies are judged at once (Holm), so that with a
-# probability of 95% all ranges of a column hold together. Mogstad, Romano, Shaikh and Wilhelm,
-# "Inference for Ranks with Applications to Mobility across Neighbourhoods and Academic Achievement
-# across Countries", Review of Economic Studies, 2024, make ranges of ranks from pairs like that. Of
-# one seed there is no range. Knows results; knows nothing about how they are shown.
+# Ranks, by measure and workload. A rank counts the policies that are better on average over the
+# seeds. Its range counts those that are surely better or worse, where all pairs of policies are
+# judged at once (Holm), so that all ranges of a column hold together with a probability of 95%, as
+# in Mogstad, Romano, Shaikh and Wilhelm, "Inference for Ranks", Review of Economic Studies, 2024.
+# Of one seed there is no range.
 
 
 OVERALL = "overall"  # the mean over the workloads
