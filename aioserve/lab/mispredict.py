@@ -36,7 +36,7 @@ from aioserve.lab.comparison.measures import Row, key, number, parse_measure, ti
 from aioserve.lab.comparison.report import static_page, write_curves
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.slo import ServiceLevels, StatedSlo
-from aioserve.lab.terminal import paint
+from aioserve.lab.terminal import in_columns, paint
 from aioserve.lab.workloads.synthetic import (
     AnyPrediction,
     parse_prediction,
@@ -211,11 +211,7 @@ def render(curves: Curves) -> str:
                     point.against_baseline.verdict,
                 ]
             )
-    widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
-    for cells in table:
-        first = f"{cells[0]:{widths[0]}}"
-        texts = [f"{text:>{width}}" for text, width in zip(cells[1:6], widths[1:6], strict=True)]
-        lines.append("  ".join([first, *texts, cells[6]]).rstrip())
+    lines += in_columns(table, left=(0, 6))
     lines += ["", *(sentence for curve in curves.curves for sentence in in_words(curve, curves))]
     return "\n".join(lines)
 

@@ -35,7 +35,7 @@ from aioserve.lab.comparison.measures import NOISE, TINY, UNKNOWN, Row, number, 
 from aioserve.lab.comparison.report import static_page
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.slo import ServiceLevels
-from aioserve.lab.terminal import paint
+from aioserve.lab.terminal import in_columns, paint
 from aioserve.lab.tuning import (
     DEFAULT,
     RATE,
@@ -167,16 +167,7 @@ def render_needs(needs: Sequence["Need"], most: int) -> str:
                 "" if need.kwh_per_day is None else f"{need.kwh_per_day:,.1f}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
-            ]
-        ).rstrip()
-        for row in rows
-    )
+    return "\n".join(in_columns(rows))
 
 
 def _share(value: float | None) -> str:

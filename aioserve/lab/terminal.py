@@ -6,7 +6,7 @@ Knows the look of tables: which words they end with. Knows no numbers.
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -79,6 +79,20 @@ def progress(
 def say(line: str) -> None:
     """Print a line beside the results, on stderr."""
     print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def in_columns(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
+    """Return a line of text for each row of cells: the columns `left` begin at the left of their
+    place, the others end at its right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            f"{cell:{'<' if i in left else '>'}{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 # What the latencies in tables are, in the same words below each of them.

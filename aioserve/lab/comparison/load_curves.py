@@ -38,7 +38,7 @@ from aioserve.lab.comparison.measures import ROWS, Row, RunMeasures, tidy
 from aioserve.lab.comparison.report import static_page, write_curves
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.slo import ServiceLevels, StatedSlo
-from aioserve.lab.terminal import paint
+from aioserve.lab.terminal import in_columns, paint
 from aioserve.lab.workloads.workload import Workload
 from aioserve.support.arguments import positive
 
@@ -200,12 +200,7 @@ def headline(curves: LoadCurves) -> str:
 def render(curves: LoadCurves) -> str:
     """Return a line for each rate and configuration, and a sentence on each configuration."""
     table = [_heads(curves), *_cells(curves)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(f"{word:>{width}}" for word, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
-    ]
-    return "\n".join([headline(curves), "", *lines, "", *in_words(curves)])
+    return "\n".join([headline(curves), "", *in_columns(table, left=()), "", *in_words(curves)])
 
 
 def in_words(curves: LoadCurves) -> list[str]:

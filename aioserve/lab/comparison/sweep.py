@@ -34,7 +34,7 @@ from aioserve.lab.comparison.measures import (
     value_of,
 )
 from aioserve.lab.comparison.words import headline, remarks
-from aioserve.lab.terminal import paint
+from aioserve.lab.terminal import in_columns, paint
 from aioserve.support.arguments import Parser
 
 
@@ -129,11 +129,7 @@ def render_sweep(document: Document) -> str:
         intervals = [_interval(result, row) for row in rows]
         if any(intervals):
             lines.append(["", *intervals])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    shown = [
-        "  ".join(f"{word:>{width}}" for word, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
+    shown = in_columns(lines, left=())
     units = [text for name, text in UNITS.items() if any(row.statistic == name for row in rows)]
     shown += ["", ", ".join(["Durations in milliseconds", *units]) + "."]
     if len(lines) > 1 + len(results):

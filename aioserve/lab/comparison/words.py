@@ -23,7 +23,7 @@ from aioserve.lab.comparison.measures import (
     value_of,
     verdict,
 )
-from aioserve.lab.terminal import legend
+from aioserve.lab.terminal import in_columns, legend
 
 MAX_WEIGHTS = 6  # that are named
 
@@ -328,16 +328,9 @@ def overview(document: Document) -> list[str]:
     results = document["results"]
     if len(results) < LEAST or results[0]["fleet"] is None:
         return []
-    table = overview_table(document)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        f"{name:{widths[0]}}"
-        + "".join(f"  {word:>{width}}" for word, width in zip(words, widths[1:], strict=True))
-        for name, *words in table
-    ]
     first = results[0]["name"]
     return [
-        *(line.rstrip() for line in lines),
+        *in_columns(overview_table(document)),
         f"Times in ms. + better and - worse than {first} by the 95% interval of the difference.",
         "",
     ]
@@ -507,14 +500,7 @@ def _table(table: GroupTable, columns: list[Row]) -> list[str]:
             words.append("-" if row.behind is None else f"{row.behind:.0f}")
         lines.append(words)
         last = row.name
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    shown = [
-        "  ".join(
-            f"{word:<{width}}" if i < 2 else f"{word:>{width}}"
-            for i, (word, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
+    shown = in_columns(lines, left=(0, 1))
     if table.num_more:
         plural = "clients" if table.kind == "client" else "classes"
         shown.append(f"and {table.num_more} more {plural}, whose first tokens came sooner (--json)")

@@ -18,7 +18,7 @@ from aioserve.lab.comparison.document import encode
 from aioserve.lab.reproduce.claims import optimum, routing, scheduling
 from aioserve.lab.reproduce.claims.claim import CLOSE, WIDE, Claim, Finding, verdict_of
 from aioserve.lab.reproduce.vtc import as_document, draw, predict, render, summary, tabulate
-from aioserve.lab.terminal import paint, progress, say
+from aioserve.lab.terminal import in_columns, paint, progress, say
 from aioserve.support.arguments import Parser, count, positive
 from aioserve.support.files import write
 
@@ -250,10 +250,7 @@ def render_claim(claim: Claim, findings: list[Finding]) -> str:
     """Return one claim for a terminal."""
     rows = [("", "published", "here", "")]
     rows += [(f.quantity, published(f), ours(f), str(f.verdict)) for f in findings]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = [
-        f"{a:{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows
-    ]
+    lines = in_columns(rows, left=(0, 3))
     return "\n".join(
         [f"{claim.title}", f"({claim.source}): {verdict_of(findings)}", "", *lines, ""]
     )

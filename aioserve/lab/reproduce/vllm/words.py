@@ -32,6 +32,7 @@ from aioserve.lab.reproduce.vllm.simulators import (
     table_of_simulators,
 )
 from aioserve.lab.reproduce.vllm.stages import ALL_STAGES, METRICS, Engine, Experiment, card_options
+from aioserve.lab.terminal import in_columns
 from aioserve.runner.step_times import make_step_times
 
 #: What the page calls each measure of a request.
@@ -389,12 +390,7 @@ def blocks_left_out(found: Sequence[KvBlocks]) -> list[str]:
 
 def render_blocks(found: Sequence[KvBlocks]) -> str:
     """Return the table for a terminal, and what it leaves out."""
-    rows = table_of_blocks(found)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = in_columns(table_of_blocks(found), left=range(len(BLOCK_HEAD)))
     head = f"KV blocks of {BLOCK_TOKENS} tokens that vLLM reported, and those of the card here:"
     return "\n".join([head, *lines, *blocks_left_out(found)])
 
