@@ -188,6 +188,7 @@ def changes(source: str, other: str) -> str:
 # By a language model, which any server of OpenAI's API may be.
 
 
+ANSWER_SECONDS = 300.0  # after which a model is not waited for
 KEY = "OPENAI_API_KEY"  # the variable of the environment with the key, if the server wants one
 SYSTEM = """\
 You improve scheduling policies of a language-model server. A policy is one Python file with one
@@ -220,7 +221,6 @@ class Model:
         url: str,
         name: str | None = None,
         *,
-        seconds: float = 300.0,
         max_tokens: int | None = None,
     ) -> None:
         """`url` is that of the server, with or without `/v1`; without a `name`, the first model
@@ -231,7 +231,6 @@ class Model:
                 f"--model takes the URL of a server, such as http://127.0.0.1:8000, got {url!r}"
             )
         self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self._seconds = seconds
         self._max_tokens = max_tokens
         try:
             self.name = name or self._ask("/models")["data"][0]["id"]
@@ -270,7 +269,7 @@ class Model:
         data = None if body is None else json.dumps(body).encode()
         asked = urllib.request.Request(self._url + route, data, headers)  # noqa: S310 - it is http
         try:
-            with urllib.request.urlopen(asked, timeout=self._seconds) as answer:  # noqa: S310
+            with urllib.request.urlopen(asked, timeout=ANSWER_SECONDS) as answer:  # noqa: S310
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             said = error.read(2000).decode(errors="replace")

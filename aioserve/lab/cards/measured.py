@@ -391,10 +391,8 @@ class _Package:
             found.times_longer = heads / (most * card.tp)
         return found
 
-    def _prompt_operators(
-        self, num_tokens: int, before: int, engine: Any = None
-    ) -> dict[str, float]:
-        operators, _ = (engine or self._engine).run_static_per_op(
+    def _prompt_operators(self, num_tokens: int, before: int) -> dict[str, float]:
+        operators, _ = self._engine.run_static_per_op(
             batch_size=1, isl=num_tokens + before, osl=1, prefix=before, mode="static_ctx"
         )
         return {name: ms for name, ms, *_ in operators}

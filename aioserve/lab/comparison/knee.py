@@ -277,11 +277,10 @@ def fewest_replicas(
     slo: ServiceLevels | None,
     most: int,
     *,
-    bounds: Sequence[Bound] = (),
+    bounds: Sequence[Bound],
     target: Target,
-    clip: bool = False,
-    progress: Progress = lambda count: None,
-    on_attempt: Callable[[Attempt], None] = lambda attempt: None,
+    clip: bool,
+    progress: Progress,
 ) -> Need:
     """Return the fewest replicas, up to `most`, under which the workload keeps to `target`. The
     fleet of the candidate is the unit that is multiplied: groups keep their proportions. Raises
@@ -308,9 +307,7 @@ def fewest_replicas(
                     watts, outcome.busy_seconds, outcome.paid_seconds, outcome.saved_seconds
                 )
         found = judged(runs, fitting, slo, bounds, target)
-        attempt = Attempt(fleet.num_replicas, found.good_share, found.is_met, found.bounded)
-        attempts.append(attempt)
-        on_attempt(attempt)
+        attempts.append(Attempt(fleet.num_replicas, found.good_share, found.is_met, found.bounded))
         a_day = joules / max(seconds, 1e-9) * HOURS_PER_DAY * SECONDS_PER_HOUR / JOULES_PER_KWH
         kwh[units] = None if watts is None else tidy(a_day)
         return found.is_met

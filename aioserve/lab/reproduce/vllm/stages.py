@@ -9,7 +9,7 @@ import csv
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -247,22 +247,20 @@ def predict(
     share: float = SIMULATED_SHARE,
     source: str = SOURCE,
     num_jobs: int = 1,
-    report: Callable[[str], None] = lambda words: None,
 ) -> list[dict[tuple[int, str], float]]:
     """Return the milliseconds that the lab predicts, in the order of the experiments, from this
     share of each of their stages.
     """
     configs = [make_config(experiment, engine, source) for experiment in experiments]
-    return _predict(experiments, configs, engine, share, num_jobs, report)
+    return _predict(experiments, configs, engine, share, num_jobs)
 
 
 def predict_by_card(
     experiments: Sequence[Experiment],
     engine: Engine,
     *,
-    share: float = SIMULATED_SHARE,
-    depth: int = 2,
-    num_jobs: int = 1,
+    depth: int,
+    num_jobs: int,
 ) -> list[dict[tuple[int, str], float]]:
     """Return the milliseconds that the lab predicts with `--card` alone: the tables of the card,
     and what the engine's host adds to a step, if settings do not state it; with `depth` steps under
@@ -271,7 +269,7 @@ def predict_by_card(
     """
     with TemporaryDirectory() as scratch:
         configs = [_engine(e, "card", card_options(e, Path(scratch)), depth) for e in experiments]
-        return _predict(experiments, configs, engine, share, num_jobs, lambda words: None)
+        return _predict(experiments, configs, engine, SIMULATED_SHARE, num_jobs)
 
 
 def card_options(experiment: Experiment, scratch: Path) -> dict[str, Any]:
@@ -299,14 +297,12 @@ def _predict(
     engine: Engine,
     share: float,
     num_jobs: int,
-    report: Callable[[str], None],
 ) -> list[dict[tuple[int, str], float]]:
     loads = [as_workload(experiment, share) for experiment in experiments]
     runs = [(config, load, None) for config, (load, _) in zip(configs, loads, strict=True)]
     found = []
     outcomes = simulate_all(runs, num_jobs, lambda count: None)
     for experiment, (_, stages), outcome in zip(experiments, loads, outcomes, strict=True):
-        report(f"predicted {experiment.id} {experiment.model}")
         found.append(_rows(experiment, engine, stages, outcome))
     return found
 
@@ -361,7 +357,6 @@ def fit(
     *,
     source: str = SOURCE,
     num_jobs: int = 1,
-    report: Callable[[str], None] = lambda words: None,
 ) -> Engine:
     """Return the numbers of the engine, fitted to the given experiments.
 
@@ -374,7 +369,7 @@ def fit(
     """
     given = [experiment for experiment in experiments if experiment.is_given]
     bare = Engine(0.0, 0.0, 0.0, 0.0, 1.0)
-    alone = predict(given, bare, source=source, num_jobs=num_jobs, report=report)
+    alone = predict(given, bare, source=source, num_jobs=num_jobs)
     per_token: dict[str, list[float]] = {"one": [], "several": [], "eager": []}
     recounts = []
     for experiment, ours in zip(given, alone, strict=True):
@@ -400,9 +395,7 @@ def fit(
     first = [
         measured[experiment.id][stage, "ttft_mean"] - ours[stage, "ttft_mean"]
         for experiment, ours in zip(
-            given,
-            predict(given, engine, source=source, num_jobs=num_jobs, report=report),
-            strict=True,
+            given, predict(given, engine, source=source, num_jobs=num_jobs), strict=True
         )
         for stage in range(len(experiment.stages))
     ]
