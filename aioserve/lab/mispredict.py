@@ -33,7 +33,7 @@ from aioserve.lab.comparison.document import (
     measure_runs,
 )
 from aioserve.lab.comparison.measures import Row, key, number, parse_measure, tidy
-from aioserve.lab.comparison.report import static_page, write_curves
+from aioserve.lab.comparison.report import html_table, static_page, write_curves
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.slo import ServiceLevels, StatedSlo
 from aioserve.lab.terminal import in_columns, paint
@@ -393,14 +393,7 @@ def _table(curves: Curves) -> str:
                 for apart in (point.against_baseline, point.against_blind)
             ]
             rows.append(["", f"{point.error:g}", number(point.value, row), *against])
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    lines = [
-        "<tr>" + "".join(f"<td>{escape(text)}</td>" for text in cells) + "</tr>" for cells in rows
-    ]
-    return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-    )
+    return html_table(heads, (map(escape, cells) for cells in rows))
 
 
 # The command.

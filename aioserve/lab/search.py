@@ -32,7 +32,7 @@ from aioserve.lab.comparison.candidates import Candidate, in_fleet, load_candida
 from aioserve.lab.comparison.document import classes_of, encode
 from aioserve.lab.comparison.knee import Bound, Knee, Need, Probe, Target, fewest_replicas, search
 from aioserve.lab.comparison.measures import NOISE, TINY, UNKNOWN, Row, number, parse_measure
-from aioserve.lab.comparison.report import static_page
+from aioserve.lab.comparison.report import html_table, static_page
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.slo import ServiceLevels
 from aioserve.lab.terminal import in_columns, paint
@@ -530,15 +530,10 @@ def _page(
     heads: Sequence[str],
     cells: Sequence[Sequence[str]],
 ) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    rows = "".join(
-        f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in cells
-    )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     parts = [f"<h1>{escape(title)}</h1>"]
     parts += [f"<p>{escape(text)}</p>" for text in words.splitlines() if text.strip()]
     parts += [f'<div class="panel">{chart}</div>', f"<p>{escape(caption)}</p>"]
-    parts.append(f'<div class="scroll">{table}</div>')
+    parts.append(html_table(heads, (map(escape, row) for row in cells)))
     return static_page(title, "\n".join(parts))
 
 

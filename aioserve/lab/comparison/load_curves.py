@@ -35,7 +35,7 @@ from aioserve.lab.comparison.candidates import Candidate, load_candidates, prepa
 from aioserve.lab.comparison.document import Apart, apart, classes_of, measure_runs
 from aioserve.lab.comparison.knee import base_rate, goods_of
 from aioserve.lab.comparison.measures import ROWS, Row, RunMeasures, tidy
-from aioserve.lab.comparison.report import static_page, write_curves
+from aioserve.lab.comparison.report import html_table, static_page, write_curves
 from aioserve.lab.simulation.run import Progress
 from aioserve.lab.slo import ServiceLevels, StatedSlo
 from aioserve.lab.terminal import in_columns, paint
@@ -365,13 +365,8 @@ def render_page(curves: LoadCurves) -> str:
     parts = [f"<h1>{title}</h1>", f"<p>{escape(headline(curves))}</p>"]
     parts.append(f'<div class="panel">{draw(curves)}</div>')
     parts += [f"<p>{escape(text)}</p>" for text in in_words(curves)]
-    heads = "".join(f"<th>{escape(text)}</th>" for text in _heads(curves))
-    rows = "".join(
-        f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in cells)}</tr>"
-        for cells in _cells(curves)
-    )
-    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-    return static_page(title, "\n".join([*parts, f'<div class="scroll">{table}</div>']))
+    parts.append(html_table(_heads(curves), (map(escape, cells) for cells in _cells(curves))))
+    return static_page(title, "\n".join(parts))
 
 
 # What the command `sweep` has for load: arguments in, the curves in words and files out.

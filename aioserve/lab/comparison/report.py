@@ -4,7 +4,7 @@ Puts the parts of `page/` together. The drawing is done by the reader's browser.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,6 +105,14 @@ def static_page(title: str, body: str) -> str:
         f"<title>{escape(title)}</title>\n<style>\n{style}\n</style>\n</head>\n"
         f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
+
+
+def html_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table that scrolls where it is too wide. `heads` are texts, the cells are HTML."""
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll">{table}</div>'
 
 
 def _table(document: Document) -> list[dict[str, object]]:

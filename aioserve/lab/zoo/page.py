@@ -5,13 +5,13 @@ no network and no script.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from statistics import fmean
 
 from aioserve.lab.comparison.bootstrap import MIN_SEEDS
 from aioserve.lab.comparison.measures import IN_TIME, MILLION, SECONDS_PER_HOUR, Row, number
-from aioserve.lab.comparison.report import FOLDER
+from aioserve.lab.comparison.report import html_table, static_page
 from aioserve.lab.zoo.standing import (
     JOULES,
     MEASURES,
@@ -352,14 +352,7 @@ def render_page(results: Results, names: Sequence[str], price_per_hour: float | 
         parts.append(_measures(results, name))
     parts.append("<h2>What the measures mean</h2><dl class='meanings'>")
     parts += [f"<dt>{escape(r.label)}</dt><dd>{escape(meaning(r))}</dd>" for r in MEASURES]
-    body = "\n".join([*parts, "</dl>"])
-    style = (FOLDER / "style.css").read_text()
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>The zoo: {escape(title(results))}</title>\n<style>\n{style}\n</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
+    return static_page(f"The zoo: {title(results)}", "\n".join([*parts, "</dl>"]))
 
 
 def _board(results: Results, price_per_hour: float | None) -> str:
@@ -369,7 +362,7 @@ def _board(results: Results, price_per_hour: float | None) -> str:
         cells = [f"{100 * rank.value:.1f} <span class='faint'>#{rank}</span>" for rank in ranks]
         cells += [said(results.policies[standing.name]) for said in costs.values()]
         rows.append([escape(standing.name), *cells])
-    return _table(["policy", *WORKLOADS, OVERALL, *costs], rows)
+    return html_table(["policy", *WORKLOADS, OVERALL, *costs], rows)
 
 
 def _measures(results: Results, name: str) -> str:
@@ -382,13 +375,4 @@ def _measures(results: Results, name: str) -> str:
             place = "" if rank is None else f" <span class='faint'>#{rank}</span>"
             cells.append(number(value, row) + place)
         rows.append([escape(row.label), *cells])
-    return _table(["value (rank)", *WORKLOADS], rows)
-
-
-def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    heads = "".join(f"<th>{escape(text)}</th>" for text in head)
-    lines = ["<tr>" + "".join(f"<td>{text}</td>" for text in cells) + "</tr>" for cells in rows]
-    return (
-        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-    )
+    return html_table(["value (rank)", *WORKLOADS], rows)
