@@ -5,7 +5,6 @@ What all routes share that generate. How a delta looks on the wire is the busine
 
 import asyncio
 import logging
-import math
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -18,7 +17,7 @@ from aiohttp import hdrs, web
 
 from aioserve.engine import Prompt, RequestStream
 from aioserve.errors import AioserveError, RequestError
-from aioserve.outputs import RequestOutput, TokenLogprobs
+from aioserve.outputs import RequestOutput
 from aioserve.params import SamplingParams
 from aioserve.request import NO_HINTS, Hints
 from aioserve.server.access.gate import allowed_fields, entered, estimated_tokens, owner_of
@@ -27,7 +26,7 @@ from aioserve.server.body import BodyDecoder, check_stream_options, decode_body
 from aioserve.server.errors import to_wire
 from aioserve.server.fields import PASSED_OVER
 from aioserve.server.images import Shown
-from aioserve.server.logprobs import TOKEN_TEXTS
+from aioserve.server.logprobs import TOKEN_TEXTS, best_outputs
 from aioserve.server.protocol import Choice, Envelope, GenerationRequest, Usage
 from aioserve.server.running import ENGINE, RESPONSE_ID, RUNNING, check_id
 
@@ -53,61 +52,6 @@ class Tally:
             sum(self._num_output_tokens.values()),
             sum(self._num_cached_tokens.values()),
         )
-
-
-class Collected:
-    """All deltas of one choice. Lists are extended in place: merging would copy every time."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self._last: RequestOutput | None = None
-
-    def add(self, output: RequestOutput) -> None:
-        """Append the text, tokens and logprobs of the next delta."""
-        self._texts.append(output.text)
-        self._token_ids += output.token_ids
-        self._logprobs += output.logprobs or ()
-        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
-        self._last = output
-
-    def output(self) -> RequestOutput:
-        """Return all deltas joined, as one output."""
-        assert self._last is not None, "a stream ends only after every sample has finished"
-        return msgspec.structs.replace(
-            self._last,
-            text="".join(self._texts),
-            token_ids=self._token_ids,
-            logprobs=self._logprobs or None,
-            prompt_logprobs=self.prompt_logprobs,
-        )
-
-
-def whole_outputs(choices: Sequence[Collected], n: int) -> list[RequestOutput]:
-    """Return the choices of prompts with `n` samples each, of which the first tells how likely the
-    prompt was: here all do.
-    """
-    for index, choice in enumerate(choices):
-        choice.prompt_logprobs = choices[index - index % n].prompt_logprobs
-    return [choice.output() for choice in choices]
-
-
-def best_outputs(samples: Sequence[RequestOutput], wanted: SamplingParams) -> list[RequestOutput]:
-    """Return the `n` samples of a prompt whose tokens are most likely on average, the best first.
-
-    All come with logprobs; they keep them if those are wanted.
-    """
-
-    def mean(output: RequestOutput) -> float:
-        values = [entry.logprob for entry in output.logprobs or ()]
-        return sum(values) / len(values) if values else -math.inf
-
-    best = sorted(samples, key=mean, reverse=True)[: wanted.n]
-    if wanted.logprobs is None:
-        best = [msgspec.structs.replace(output, logprobs=None) for output in best]
-    return best
 
 
 # Server-sent events: how a struct becomes an event, and a response that starts with the first.
@@ -479,17 +423,19 @@ async def _stream(
 async def _collect(
     streams: Sequence[RequestStream], n: int, reply: Answer, wanted: SamplingParams
 ) -> web.Response:
-    choices = [Collected() for _ in range(len(streams) * n)]
+    found: dict[int, RequestOutput] = {}
     tally = Tally(streams)
 
     async def drain(first_index: int, stream: RequestStream) -> None:
-        async for output in stream:
+        async for output in stream:  # one of each sample, at its end
             index = first_index + output.index
             tally.note(index, output)
-            choices[index].add(output)
+            found[index] = output
 
     await run_all([drain(i * n, stream) for i, stream in enumerate(streams)])
-    outputs = whole_outputs(choices, n)
+    outputs = [found[index] for index in range(len(streams) * n)]
+    for index, output in enumerate(outputs):  # how likely a prompt was, its first sample tells
+        output.prompt_logprobs = outputs[index - index % n].prompt_logprobs
     if wanted.n < n:
         samples = [outputs[begin : begin + n] for begin in range(0, len(outputs), n)]
         outputs = [output for own in samples for output in best_outputs(own, wanted)]

@@ -1,15 +1,18 @@
 """Log probabilities of token ids, as OpenAI's two formats show them: with strings and bytes.
 
-Knows the tokenizer only by `decode` and `convert_ids_to_tokens`.
+Knows the tokenizer only by `decode` and `convert_ids_to_tokens`. Says which samples are best.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
-from aioserve.outputs import TokenLogprobs
+from aioserve.outputs import RequestOutput, TokenLogprobs
+from aioserve.params import SamplingParams
 from aioserve.server.protocol import (
     ChatLogprobs,
     ChatTokenLogprob,
@@ -151,6 +154,22 @@ def chat_logprobs(
             for token_id, item in zip(token_ids, logprobs, strict=True)
         ]
     )
+
+
+def best_outputs(samples: Sequence[RequestOutput], wanted: SamplingParams) -> list[RequestOutput]:
+    """Return the `n` samples of a prompt whose tokens are most likely on average, the best first.
+
+    All come with logprobs; they keep them if those are wanted.
+    """
+
+    def mean(output: RequestOutput) -> float:
+        values = [entry.logprob for entry in output.logprobs or ()]
+        return sum(values) / len(values) if values else -math.inf
+
+    best = sorted(samples, key=mean, reverse=True)[: wanted.n]
+    if wanted.logprobs is None:
+        best = [msgspec.structs.replace(output, logprobs=None) for output in best]
+    return best
 
 
 def _entry(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:

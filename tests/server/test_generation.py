@@ -16,8 +16,8 @@ from aioserve.params import SamplingParams
 from aioserve.server.chat.protocol import ChatCompletionChunk, ChatCompletionRequest
 from aioserve.server.chat.routes import ChatReply
 from aioserve.server.completions import CompletionReply
-from aioserve.server.generation import Reply, best_outputs
-from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts
+from aioserve.server.generation import Reply
+from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts, best_outputs
 from aioserve.server.protocol import Completion, CompletionRequest, StreamOptions
 from aioserve.server.running import CHAT_FORMAT
 
