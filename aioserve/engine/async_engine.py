@@ -24,7 +24,7 @@ from aioserve.engine.builder import EngineBuilder, EngineParts, check_asked
 from aioserve.engine.client import EngineClient
 from aioserve.engine.clock import is_real
 from aioserve.engine.core import EngineCore, EngineLoop
-from aioserve.engine.metrics import EngineMetrics
+from aioserve.engine.metrics import EngineMetrics, MetricsText, Sources
 from aioserve.engine.operations.command import (
     Answer,
     Arrivals,
@@ -84,7 +84,7 @@ class AsyncEngine(EngineClient):
         self.model_info = ModelInfo(self.config.model)
         self.started_at = int(time.time())
         self.max_model_len = 0  # known after start: the setting, or what the KV pool can hold
-        self.metrics = EngineMetrics(
+        sources = Sources(
             self.get_stats,
             self._get_wait_reasons,
             lambda: 0 if self._parts is None else self._parts.core.loop.failures.count,
@@ -93,6 +93,7 @@ class AsyncEngine(EngineClient):
             lambda: settings_as_labels(self.config, self.max_model_len, self._parts, self.metrics),
             lambda: self.state,
         )
+        self.metrics = EngineMetrics(sources, _expose)
         #: What servers, workers and commands ask of an engine, and programs need not.
         self.internals = EngineInternals(self)
         self._runner = runner
@@ -530,6 +531,12 @@ class AsyncEngine(EngineClient):
         error = EngineDeadError(f"the engine has died: {self._error}")
         error.__cause__ = self._error
         parts.output_processor.fail_requests(None, error, parts.clock())
+
+
+def _expose(metrics: EngineMetrics) -> MetricsText:
+    from aioserve.engine.exposition import Exposition
+
+    return Exposition(metrics)
 
 
 def _watch(engine: AsyncEngine, core: EngineCore) -> Watchdog:

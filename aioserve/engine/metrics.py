@@ -1,39 +1,31 @@
-"""Counts and durations of one engine, as Prometheus text.
+"""Counts and durations of one engine, which a scrape of /metrics reads.
 
-Counted in plain integers on the event loop and read on a scrape: a token costs two list increments.
-Knows nothing about HTTP. Begins with parts of metrics, which are plain numbers until a scrape.
+Counted in plain integers on the event loop: a token costs two list increments. How they are told is
+in `exposition`, which the first scrape loads. Begins with what counts are made of.
 """
 
 import math
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
 
-from aioserve.engine.operations.command import Counted, State, count_dropped_lines
 from aioserve.engine.stream import SampleState
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import RequestSpec, WaitReason
 from aioserve.support.parts import load
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import HistogramMetricFamily
+    from prometheus_client.registry import Collector
+
+    from aioserve.engine.operations.command import Counted, State
     from aioserve.kv_cache import KVConnectorBase
-
-
-# Parts of metrics: histograms, recent rates, and what a scheduler counts.
 
 
 # Long enough to see more than one long prompt, short enough to notice a change. A guess.
@@ -65,8 +57,10 @@ class Histogram(msgspec.Struct, array_like=True):
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += count * value
 
-    def family(self, name: str, documentation: str) -> HistogramMetricFamily:
+    def family(self, name: str, documentation: str) -> "HistogramMetricFamily":
         """Return the histogram as Prometheus wants it: cumulative, with +Inf as the last bucket."""
+        from prometheus_client.core import HistogramMetricFamily
+
         return HistogramMetricFamily(
             name, documentation, buckets=self.cumulative(), sum_value=self.total
         )
@@ -78,16 +72,6 @@ class Histogram(msgspec.Struct, array_like=True):
             so_far += count
             buckets.append((bound, float(so_far)))
         return buckets
-
-
-def family_by(
-    label: str, name: str, documentation: str, histograms: Iterable[tuple[str, Histogram]]
-) -> HistogramMetricFamily:
-    """Several as one family: each with its value of the label."""
-    family = HistogramMetricFamily(name, documentation, labels=[label])
-    for value, histogram in histograms:
-        family.add_metric([value], histogram.cumulative(), histogram.total)
-    return family
 
 
 class RecentWorst:
@@ -137,86 +121,6 @@ class RecentRate:
 
     def _faded(self, now: float) -> float:
         return self._sum * math.exp((self._last - now) / RATE_SECONDS)
-
-
-def scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Iterator[Metric]:
-    """Gauges of what is there now, and counters of what has happened; names begin with `prefix`."""
-    gauges: tuple[tuple[str, str, float], ...] = (
-        ("num_requests_running", "Requests in the running batch", stats.num_running_reqs),
-        ("num_requests_waiting", "Requests that wait", stats.num_waiting_reqs),
-        (
-            "num_requests_paused",
-            "Paused requests: they wait, and keep KV blocks",
-            stats.num_paused_reqs,
-        ),
-        ("num_tokens_waiting", "Tokens of requests that wait", stats.num_waiting_tokens),
-        ("kv_cache_blocks", "KV blocks in the pool", stats.num_kv_blocks),
-        ("kv_cache_used_blocks", "KV blocks of requests and leases", stats.num_used_kv_blocks),
-        ("kv_cache_leased_blocks", "KV blocks that leases alone hold", stats.num_leased_kv_blocks),
-        ("kv_cache_leases", "Leases of cached prefixes", stats.num_leases),
-        ("kv_cache_usage_ratio", "Share of KV blocks held", stats.kv_cache_usage),
-        ("encoder_cache_used_tokens", "Tokens of images kept", stats.num_used_encoder_tokens),
-    )
-    if stats.num_state_slots:
-        used = stats.num_state_slots - stats.num_free_state_slots
-        gauges += (
-            ("state_slots", "Slots for the states of requests", stats.num_state_slots),
-            ("state_used_slots", "Slots held by requests", used),
-        )
-    if stats.num_window_blocks:
-        gauges += (
-            ("window_blocks", "KV blocks for layers with a window", stats.num_window_blocks),
-            ("window_used_blocks", "Window blocks in use", stats.num_used_window_blocks),
-        )
-    for name, documentation, value in gauges:
-        yield GaugeMetricFamily(f"{prefix}_{name}", documentation, value)
-    counters = (
-        ("steps", "Steps planned", stats.num_steps),
-        ("scheduled_prefill_tokens", "Prompt tokens scheduled", stats.num_prefill_tokens),
-        ("scheduled_decode_tokens", "Decode tokens scheduled", stats.num_decode_tokens),
-        ("preemptions", "Requests thrown out of the batch", stats.num_preemptions),
-        (
-            "prefix_cache_queried_tokens",
-            "Tokens looked up in the prefix cache",
-            stats.num_prefix_queried_tokens,
-        ),
-        (
-            "prefix_cache_hit_tokens",
-            "Tokens found in the prefix cache",
-            stats.num_prefix_hit_tokens,
-        ),
-        ("encoder_inputs", "Images and sounds encoded", stats.num_encoder_inputs),
-        ("encoder_tokens", "Tokens of images and sounds encoded", stats.num_encoder_tokens),
-        (
-            "encoder_cache_hits",
-            "Images and sounds of requests that were encoded already",
-            stats.num_encoder_hits,
-        ),
-        (
-            "spec_decode_num_draft_tokens",
-            "Draft tokens computed to be verified",
-            stats.num_draft_tokens,
-        ),
-        (
-            "spec_decode_num_accepted_tokens",
-            "Draft tokens that were right: the others were wasted",
-            stats.num_accepted_tokens,
-        ),
-    )
-    for name, documentation, value in counters:
-        yield CounterMetricFamily(f"{prefix}_{name}", documentation, value)
-    yield from policy_gauges(stats, prefix)
-
-
-def policy_gauges(stats: SchedulerStats, prefix: str) -> Iterator[Metric]:
-    """Yield the metric `policy_gauge`, if the policy shows any."""
-    if stats.policy_gauges:
-        family = GaugeMetricFamily(
-            f"{prefix}_policy_gauge", "What the policy shows of itself", labels=["policy", "gauge"]
-        )
-        for name, value in stats.policy_gauges.items():
-            family.add_metric([stats.policy, name], value)
-        yield family
 
 
 # The metrics of an engine.
@@ -271,32 +175,52 @@ class KVConnectorMetrics(Protocol):
     connector: "KVConnectorBase | None"  # set once it is made
 
 
-class EngineMetrics(Collector):
+#: Names of adapters in memory, names of those that requests wait for, and places for adapters.
+Places = tuple[list[str], list[str], int]
+
+
+class AdapterMetrics:
+    """The counts of LoRA adapters since the start."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[str] = Counter()  # by name
+        self.num_loads = 0
+        self.num_evictions = 0
+        self.num_resident = 0
+        self.get_places: Callable[[], Places] | None = None  # set once there is a runner
+
+
+class Sources(NamedTuple):
+    """The functions that a scrape asks for the state of scheduler and runner."""
+
+    stats: Callable[[], SchedulerStats | None]
+    wait_reasons: Callable[[], Counter[WaitReason]]
+    num_policy_failures: Callable[[], int]
+    is_policy_replaced: Callable[[], bool]
+    num_compute_threads: Callable[[], int | None]
+    info: Callable[[], Mapping[str, Mapping[str, str]]]  # what is set, as labels by name
+    state: "Callable[[], State]"
+
+
+class MetricsText(Protocol):
+    """The metrics of an engine as text."""
+
+    registry: "CollectorRegistry"  # where parts register collectors of their own
+
+    def render(self) -> bytes:
+        """Return all metrics in Prometheus text format."""
+
+
+class EngineMetrics:
     """The counts of requests and tokens since the start, and their latencies."""
 
     def __init__(
-        self,
-        get_stats: Callable[[], SchedulerStats | None],
-        get_wait_reasons: Callable[[], Counter[WaitReason]],
-        get_num_policy_failures: Callable[[], int],
-        is_policy_replaced: Callable[[], bool],
-        get_num_compute_threads: Callable[[], int | None],
-        get_info: Callable[[], Mapping[str, Mapping[str, str]]],
-        get_state: Callable[[], State],
+        self, sources: Sources, make_text: Callable[["EngineMetrics"], MetricsText]
     ) -> None:
-        """All are asked for the state of scheduler and runner on a scrape; `get_info` for
-        what is set, as labels by name.
-        """
-        self._get_stats = get_stats
-        self._get_wait_reasons = get_wait_reasons
-        self._get_num_policy_failures = get_num_policy_failures
-        self._is_policy_replaced = is_policy_replaced
-        self._get_num_compute_threads = get_num_compute_threads
-        self._get_info = get_info
-        self._get_state = get_state
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        self.adapters = AdapterMetrics(self._registry)
+        """`make_text` is called with the first scrape."""
+        self.sources = sources
+        self._make_text = make_text
+        self.adapters = AdapterMetrics()
         #: By process, in seconds: how late its event loop was recently. Set before a scrape.
         self.loop_lags: dict[str, float] = {}
         #: What the server has to tell besides; set by it.
@@ -308,7 +232,6 @@ class EngineMetrics(Collector):
         self.loop_delays: dict[str, Histogram] = {"engine": Histogram()}
         #: By process: what its server has counted. Set before a scrape.
         self.counted: dict[str, list[Counted]] = {}
-        self._has_process = False
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.finished: Counter[FinishReason] = Counter()
@@ -325,15 +248,23 @@ class EngineMetrics(Collector):
         self.latencies: Latencies | None = None  # while a page looks
 
     @cached_property
+    def _text(self) -> MetricsText:
+        return self._make_text(self)
+
+    def render(self) -> bytes:
+        """Return all metrics in Prometheus text format."""
+        return self._text.render()
+
+    @cached_property
     def shadow(self) -> ShadowMetrics:
         """Metrics of what the shadow policy would have done; registered when it is asked for."""
-        made: ShadowMetrics = load("engine", "shadow metrics")(self._registry)
+        made: ShadowMetrics = load("engine", "shadow metrics")(self._text.registry)
         return made
 
     @cached_property
     def kv_connector(self) -> KVConnectorMetrics:
         """Metrics of the KV connector; registered when it is asked for."""
-        made: KVConnectorMetrics = load("engine", "KV connector metrics")(self._registry)
+        made: KVConnectorMetrics = load("engine", "KV connector metrics")(self._text.registry)
         return made
 
     def on_accepted(self, spec: RequestSpec) -> None:
@@ -380,247 +311,3 @@ class EngineMetrics(Collector):
             self.inference_time.observe(now - served)
             if state.first_token_time is not None:
                 self.decode_time.observe(now - first)
-
-    def render(self) -> bytes:
-        """Return all metrics in Prometheus text format."""
-        if not self._has_process:  # the first scrape
-            self._has_process = True
-            ProcessCollector(registry=self._registry)
-        return bytes(generate_latest(self._registry))
-
-    def collect(self) -> Iterator[Metric]:
-        """Called by the registry for every scrape: all of ours, then those under vLLM's names."""
-        info = self._get_info()
-        own = list(self._own(info))
-        yield from own
-        yield from aliases(own, info.get("model", {}))
-
-    def _own(self, info: Mapping[str, Mapping[str, str]]) -> Iterator[Metric]:
-        for name, labels in info.items():
-            yield InfoMetricFamily(f"aioserve_{name}", f"The {name}, as it is set", dict(labels))
-        yield CounterMetricFamily(
-            "aioserve_prompt_tokens", "Prompt tokens of served requests", self.num_prompt_tokens
-        )
-        yield CounterMetricFamily(
-            "aioserve_generation_tokens", "Tokens generated", self.num_generation_tokens
-        )
-        yield CounterMetricFamily(
-            "aioserve_policy_failures",
-            "Times the policy raised, broke a rule or scheduled no request",
-            self._get_num_policy_failures(),
-        )
-        yield GaugeMetricFamily(
-            "aioserve_policy_replaced",
-            "1 while a plain policy plans in the place of one that has failed",
-            int(self._is_policy_replaced()),
-        )
-        states = GaugeMetricFamily(
-            "aioserve_engine_state",
-            "1 for what the engine does, as operators want it",
-            labels=["state"],
-        )
-        for state in get_args(State):
-            states.add_metric([state], state == self._get_state())
-        yield states
-        finished = CounterMetricFamily(
-            "aioserve_requests_finished", "Requests that ended, by reason", labels=["reason"]
-        )
-        for reason in FinishReason:
-            finished.add_metric([reason.value], self.finished[reason])
-        yield finished
-        yield self.time_to_first_token.family(
-            "aioserve_time_to_first_token_seconds", "From arrival to the first token"
-        )
-        yield self.inter_token_latency.family(
-            "aioserve_inter_token_latency_seconds", "Between deliveries of tokens to one request"
-        )
-        yield self.request_latency.family(
-            "aioserve_request_latency_seconds", "From arrival to the end"
-        )
-        for histogram, name, documentation in (
-            (self.queue_time, "request_queue_time", "From arrival to the first step"),
-            (self.prefill_time, "request_prefill_time", "From the first step to the first token"),
-            (self.decode_time, "request_decode_time", "From the first token to the end"),
-            (self.inference_time, "request_inference_time", "From the first step to the end"),
-        ):
-            yield histogram.family(f"aioserve_{name}_seconds", documentation)
-        yield self.prompt_lengths.family(
-            "aioserve_request_prompt_tokens", "Prompt tokens of requests that ended"
-        )
-        yield self.output_lengths.family(
-            "aioserve_request_generation_tokens", "Tokens generated for requests that ended"
-        )
-        yield from self._of_processes()
-        num_threads = self._get_num_compute_threads()
-        if num_threads is not None:
-            yield GaugeMetricFamily(
-                "aioserve_compute_threads", "Threads that compute steps now", num_threads
-            )
-        if self.of_server is not None:
-            yield from self.of_server.collect()
-        stats = self._get_stats()
-        if stats is not None:
-            yield from scheduler_metrics(stats)
-            yield self._waiting_by_reason()
-
-    def _of_processes(self) -> Iterator[Metric]:
-        """Yield the engine's, and those in front of it."""
-        yield family_by(
-            "process",
-            "aioserve_event_loop_delay_seconds",
-            "By how much a timer was late, ten times a second while there were requests",
-            self.loop_delays.items(),
-        )
-        if self.loop_lags:
-            lags = GaugeMetricFamily(
-                "aioserve_event_loop_lag_seconds",
-                "By how much a timer was late at worst in the last minute",
-                labels=["process"],
-            )
-            for process, seconds in self.loop_lags.items():
-                lags.add_metric([process], seconds)
-            yield lags
-        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        own = [*self.counted.get("engine", ()), count_dropped_lines()]
-        for process, counted in (self.counted | {"engine": own}).items():
-            for one in counted:
-                if one.name not in families:
-                    family = GaugeMetricFamily if one.is_gauge else CounterMetricFamily
-                    families[one.name] = family(
-                        f"aioserve_{one.name}", one.documentation, labels=[*one.labels, "process"]
-                    )
-                for values, count in one.counts:
-                    families[one.name].add_metric([*values, process], count)
-        yield from families.values()
-
-    def _waiting_by_reason(self) -> GaugeMetricFamily:
-        counts = self._get_wait_reasons()
-        gauge = GaugeMetricFamily(
-            "aioserve_num_requests_waiting_by_reason",
-            "Requests that wait, by why the last step did not serve them",
-            labels=["reason"],
-        )
-        for reason in WaitReason:
-            gauge.add_metric([reason.value], counts[reason])
-        return gauge
-
-
-# vLLM's names for what is measured here as well: dashboards that were made for it work. Only where
-# the meaning is the same; the table is that of docs/metrics.md.
-
-
-#: vLLM's names of a metric family by our name of it, all without their prefix.
-VLLM_NAMES: Mapping[str, tuple[str, ...]] = {
-    "num_requests_running": ("num_requests_running",),
-    "num_requests_waiting": ("num_requests_waiting",),
-    # The second is its older name, which pickers of gateways ask for.
-    "kv_cache_usage_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
-    "prefix_cache_queried_tokens": ("prefix_cache_queries",),
-    "prefix_cache_hit_tokens": ("prefix_cache_hits",),
-    "preemptions": ("num_preemptions",),
-    "prompt_tokens": ("prompt_tokens",),
-    "generation_tokens": ("generation_tokens",),
-    "requests_finished": ("request_success",),
-    "request_prompt_tokens": ("request_prompt_tokens",),
-    "request_generation_tokens": ("request_generation_tokens",),
-    "time_to_first_token_seconds": ("time_to_first_token_seconds",),
-    # The second is its older name.
-    "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
-    "request_latency_seconds": ("e2e_request_latency_seconds",),
-    "request_queue_time_seconds": ("request_queue_time_seconds",),
-    "request_prefill_time_seconds": ("request_prefill_time_seconds",),
-    "request_decode_time_seconds": ("request_decode_time_seconds",),
-    "request_inference_time_seconds": ("request_inference_time_seconds",),
-    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens",),
-    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens",),
-}
-
-#: Labels that they call otherwise.
-VLLM_LABELS = {"reason": "finished_reason"}
-
-
-def aliases(metrics: Iterable[Metric], labels_of_model: Mapping[str, str]) -> Iterator[Metric]:
-    """Yield those that have a name of theirs, under it, with their labels: the model's name as
-    clients know it, and the number of the engine, of which there is one.
-    """
-    model = labels_of_model.get("model", "")
-    for metric in metrics:
-        if metric.name == "aioserve_kv_cache_blocks":
-            yield _cache_config(labels_of_model["block_size"], int(metric.samples[0].value))
-        for name in VLLM_NAMES.get(metric.name.removeprefix("aioserve_"), ()):
-            alias = Metric(f"vllm:{name}", metric.documentation, metric.type)
-            for sample in metric.samples:
-                labels = {VLLM_LABELS.get(key, key): value for key, value in sample.labels.items()}
-                alias.add_sample(
-                    alias.name + sample.name.removeprefix(metric.name),
-                    {"model_name": model, "engine": "0", **labels},
-                    sample.value,
-                )
-            yield alias
-
-
-def _cache_config(block_size: str, num_blocks: int) -> Metric:
-    """Return what pickers of gateways read the size of the KV cache from, as labels of a gauge that
-    is 1; they call blocks of any device so.
-    """
-    labels = {"block_size": block_size, "num_gpu_blocks": str(num_blocks), "engine": "0"}
-    found = GaugeMetricFamily("vllm:cache_config_info", "The KV cache, as it is", labels=[*labels])
-    found.add_metric([*labels.values()], 1)
-    return found
-
-
-# What is told of LoRA adapters, also where none was loaded yet.
-
-
-#: Names of adapters in memory, names of those that requests wait for, and places for adapters.
-Places = tuple[list[str], list[str], int]
-
-
-class AdapterMetrics(Collector):
-    """The metrics of LoRA adapters since the start. Nothing is counted until there was an adapter;
-    the list of adapters is there from the start on, since pickers of gateways look for it.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests: Counter[str] = Counter()  # by name
-        self.num_loads = 0
-        self.num_evictions = 0
-        self.num_resident = 0
-        self.get_places: Callable[[], Places] | None = None  # set once there is a runner
-        registry.register(self)
-
-    def collect(self) -> Iterator[Metric]:
-        """Called by the registry for every scrape."""
-        if self.get_places is not None:
-            yield _lora_info(*self.get_places())
-        if not self.num_loads:
-            return
-        requests = CounterMetricFamily(
-            "aioserve_requests_by_adapter", "Requests that had an adapter", labels=["adapter"]
-        )
-        for name, count in self.requests.items():
-            requests.add_metric([name], count)
-        yield requests
-        yield GaugeMetricFamily(
-            "aioserve_adapters_resident", "Adapters in memory", self.num_resident
-        )
-        yield CounterMetricFamily(
-            "aioserve_adapter_loads", "Times an adapter was read into memory", self.num_loads
-        )
-        yield CounterMetricFamily(
-            "aioserve_adapter_evictions", "Times one gave its place to another", self.num_evictions
-        )
-
-
-def _lora_info(loaded: list[str], awaited: list[str], most: int) -> Metric:
-    """As the model-server protocol of the inference gateway has it, under vLLM's name: all is in
-    labels, and the value is the time, by which the newest is found.
-    """
-    labels = {
-        "max_lora": str(most),
-        "running_lora_adapters": ",".join(loaded),
-        "waiting_lora_adapters": ",".join(awaited),
-    }
-    found = GaugeMetricFamily("vllm:lora_requests_info", "LoRA adapters", labels=[*labels])
-    found.add_metric([*labels.values()], time.time())
-    return found

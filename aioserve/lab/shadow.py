@@ -20,7 +20,8 @@ from prometheus_client.registry import Collector
 from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.engine.builder import make_kv_cache
 from aioserve.engine.clock import Clock
-from aioserve.engine.metrics import Histogram, scheduler_metrics
+from aioserve.engine.exposition import scheduler_metrics
+from aioserve.engine.metrics import Histogram
 from aioserve.engine.step_loop import StepLoop, StepObserver
 from aioserve.errors import ConfigError
 from aioserve.model_source.info import ModelInfo

@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import aioserve
 from aioserve.engine import AsyncEngine
 from aioserve.engine import watchdog as pulses
-from aioserve.engine.metrics import VLLM_NAMES, Histogram, RecentWorst
+from aioserve.engine.exposition import VLLM_NAMES
+from aioserve.engine.metrics import Histogram, RecentWorst
 from aioserve.params import SamplingParams
 from tests.processes import PATIENCE
 from tests.server.raw_client import RawClient
