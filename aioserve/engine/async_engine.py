@@ -25,18 +25,6 @@ from aioserve.engine.client import EngineClient
 from aioserve.engine.clock import is_real
 from aioserve.engine.core import EngineCore, EngineLoop
 from aioserve.engine.metrics import EngineMetrics, MetricsText, Sources
-from aioserve.engine.operations.command import (
-    Answer,
-    Arrivals,
-    Counted,
-    EngineCommand,
-    Health,
-    Report,
-    Running,
-    Seen,
-    State,
-)
-from aioserve.engine.status import health_of, policy_error_of, settings_as_labels
 from aioserve.engine.stream import Origin, RequestStream, Samples, SampleState
 from aioserve.engine.watchdog import LoopMonitor, StateLog, Watchdog
 from aioserve.errors import EngineDeadError, EngineStartError, ForeignLoopError, RunnerDeadError
@@ -52,6 +40,17 @@ if TYPE_CHECKING:
     from aioserve.engine.adapters import Adapters
     from aioserve.engine.control import Control
     from aioserve.engine.live_feed import LiveFeed
+    from aioserve.engine.operations.command import (
+        Answer,
+        Arrivals,
+        Counted,
+        EngineCommand,
+        Health,
+        Report,
+        Running,
+        Seen,
+        State,
+    )
     from aioserve.engine.snapshot import EngineSnapshot
 
 logger = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class AsyncEngine(EngineClient):
             lambda: 0 if self._parts is None else self._parts.core.loop.failures.count,
             lambda: self.replaced_policy_error is not None,
             lambda: None if self._runner is None else self._runner.num_compute_threads,
-            lambda: settings_as_labels(self.config, self.max_model_len, self._parts, self.metrics),
+            self._settings_as_labels,
             lambda: self.state,
         )
         self.metrics = EngineMetrics(sources, _expose)
@@ -243,6 +242,8 @@ class AsyncEngine(EngineClient):
 
         Requests of its step failed with this error; the engine goes on, and asks it again.
         """
+        from aioserve.engine.status import policy_error_of
+
         return policy_error_of(self._parts)
 
     @property
@@ -253,12 +254,15 @@ class AsyncEngine(EngineClient):
         return None if self._parts is None else self._parts.core.loop.failures.replaced_after
 
     @property
-    def state(self) -> State:
+    def state(self) -> "State":
         """Whether the engine runs, is paused or sleeps, by an operator's command."""
         return "running" if self._control is None else self._control.state
 
-    def health(self) -> Health:
+    def health(self) -> "Health":
         """Return whether a new request would be served now, and if not, why."""
+        from aioserve.engine.operations.command import Health
+        from aioserve.engine.status import health_of
+
         if (error := self._error) is not None:
             return Health("dead", f"{type(error).__name__}: {error}")
         if self._is_closing:
@@ -294,7 +298,7 @@ class AsyncEngine(EngineClient):
             raise EngineDeadError("the engine has not been started")
         return self._builder.adapters
 
-    async def ask(self, command: EngineCommand[Answer]) -> Answer:
+    async def ask(self, command: "EngineCommand[Answer]") -> "Answer":
         return await command.run_on(self)
 
     def switch_policy(self, policy: str, options: dict[str, Any] | None = None) -> None:
@@ -328,7 +332,7 @@ class AsyncEngine(EngineClient):
         self.config, self._parts = config, parts._replace(shadow_turns=turns)
         logger.info("shadow policy is now %s %s", policy, options or {})
 
-    async def pause(self, *, running: Running = "keep", arrivals: Arrivals = "wait") -> None:
+    async def pause(self, *, running: "Running" = "keep", arrivals: "Arrivals" = "wait") -> None:
         """Return when no step is computed, and none will be until `resume`.
 
         `running`: what becomes of requests that run or wait; kept ones go on with the same tokens.
@@ -342,7 +346,7 @@ class AsyncEngine(EngineClient):
         await self._controlled(self._controls().resume())
 
     async def sleep(
-        self, *, weights: bool = False, running: Running = "keep", arrivals: Arrivals = "wait"
+        self, *, weights: bool = False, running: "Running" = "keep", arrivals: "Arrivals" = "wait"
     ) -> None:
         """Pause and free the memory of the KV cache, with `weights` that of the model as
         well. Kept requests are computed again after `wake`. Raises `ConfigError` where that is not
@@ -354,7 +358,7 @@ class AsyncEngine(EngineClient):
         """Allocate what `sleep` freed, and go on. Raises `ConfigError`; it sleeps on then."""
         await self._controlled(self._controls().wake())
 
-    async def reload(self, path: str, *, running: Running = "keep") -> None:
+    async def reload(self, path: str, *, running: "Running" = "keep") -> None:
         """Serve the weights of a model directory which is the same but for them; cached prefixes
         are forgotten. Kept requests go on after their tokens so far. Raises `ConfigError` if they
         cannot be read, are of another model, or have no room; the old weights serve on then. On a
@@ -492,6 +496,11 @@ class AsyncEngine(EngineClient):
             () if parts is None else parts.core.loop.scheduler.get_wait_reasons().values()
         )
 
+    def _settings_as_labels(self) -> Mapping[str, Mapping[str, str]]:
+        from aioserve.engine.status import settings_as_labels
+
+        return settings_as_labels(self.config, self.max_model_len, self._parts, self.metrics)
+
     def _give_up_step(self, why: str) -> None:
         """Give up a step that hangs: the engine dies, and the runner's thread is left alone."""
         if self._task is not None and not self._task.done():
@@ -571,7 +580,7 @@ class PolicyTrials(Protocol):
 
     async def try_policy(
         self, settings: SchedulerConfig, seconds: float | None, num_requests: int | None
-    ) -> Report:
+    ) -> "Report":
         """Record what comes, and compare what there is with `settings` on it."""
 
     def find(self, report_id: str) -> bytes | None:
@@ -619,7 +628,7 @@ class EngineInternals:
         parts = self._engine._parts
         return None if parts is None else parts.core.loop.failures.first
 
-    def render_metrics(self, counted: list[Counted]) -> bytes:
+    def render_metrics(self, counted: "list[Counted]") -> bytes:
         """Metrics as Prometheus text; `counted` adds what a server in this process has counted."""
         self._engine.metrics.loop_lags["engine"] = self.loop_monitor.worst()
         if counted:
@@ -641,7 +650,7 @@ class EngineInternals:
             )
         return self._trials
 
-    async def look(self, after: int) -> Seen:
+    async def look(self, after: int) -> "Seen":
         """See `LiveFeed.look`. Raises `EngineDeadError` before the start and after the end."""
         parts = self._engine._alive()
         if self._live_feed is None:

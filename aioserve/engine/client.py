@@ -26,7 +26,6 @@ from aioserve.engine.input_processor import (
     PoolingValidator,
     Prompt,
 )
-from aioserve.engine.operations.command import Answer, EngineCommand
 from aioserve.engine.prompt import ReadMedia
 from aioserve.engine.stream import Claims, Origin, RequestStream, Samples
 from aioserve.errors import RequestAbortedError, RequestError
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
         Messages,
         T,
     )  # fmt: skip
+    from aioserve.engine.operations.command import Answer, EngineCommand
 
 NO_HEADERS: Mapping[str, str] = {}
 
@@ -351,7 +351,7 @@ class EngineClient(ABC):
         """Do what `abort` does, for code that cannot await."""
 
     @abstractmethod
-    async def ask(self, command: EngineCommand[Answer]) -> Answer:
+    async def ask(self, command: "EngineCommand[Answer]") -> "Answer":
         """Run an operator's command in the engine. Raises what the command raises."""
 
     @abstractmethod
