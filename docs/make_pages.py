@@ -289,7 +289,8 @@ def _own_members(cls: type[Any]) -> dict[str, str]:
                 attributes |= _attribute(statement, lines)
         elif not node.name.startswith("_"):
             text = _prose(ast.get_docstring(node)) or _inherited(cls, node.name)
-            if any(isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list):
+            kinds = {d.id for d in node.decorator_list if isinstance(d, ast.Name)}
+            if kinds & {"property", "cached_property"}:
                 attributes[node.name] = f"- `{node.name}`: {text}"
             else:
                 callables[node.name] = f"- `{node.name}({_signature(node)})`: {text}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from aioserve.errors import (
@@ -43,7 +43,6 @@ from aioserve.scheduler.interface import (
     SchedulerInterface,
 )
 from aioserve.scheduler.output import SchedulerOutput
-from aioserve.scheduler.results import take_results
 from aioserve.scheduler.step import BoundedStep, Step
 from aioserve.scheduler.table import (
     RequestQueue,
@@ -59,6 +58,8 @@ if TYPE_CHECKING:
     from aioserve.kv_cache import KVCacheManager, KVConnectorBase, OffloadPrice
     from aioserve.kv_cache.retention import Retention
     from aioserve.scheduler.estimates import OnlineStepTime, PredictedLengths
+    from aioserve.scheduler.memory import Memory
+    from aioserve.scheduler.stats import GaugeReader
 
 #: By a value of the setting `victim`, the key whose largest value gives way when KV blocks run out,
 #: ties broken by the policy's order; `last_admitted` is the end of `running`. Under all but
@@ -126,8 +127,7 @@ class BaseScheduler(SchedulerInterface):
         # Loaded with the first scheduler: to import a policy takes none of it.
         from aioserve.kv_cache import EncoderLimits, LeaseLimits, make_limits
         from aioserve.scheduler.blame import asking
-        from aioserve.scheduler.memory import Memory
-        from aioserve.scheduler.stats import GaugeReader
+        from aioserve.scheduler.results import take_results
 
         cls, name = type(self), type(self).__name__
         self.options: Any = self.parse_options(config.options)  # of the policy's class `Options`
@@ -137,7 +137,6 @@ class BaseScheduler(SchedulerInterface):
         self.max_loras = config.max_loras  # most different adapters among running requests
         self.max_model_len = max_model_len  # tokens of prompt and output together
         self.kv_cache = kv_cache  # KV blocks and cached prefixes
-        self.memory = Memory(self)  # how many KV tokens are free, held, leased or cached
         self.frequency = 1.0  # the card's clock as set by `set_frequency`, a share of its highest
         self.clock = clock  # `self.clock()` is the time, in seconds; never use the time module
         self._config = config
@@ -149,8 +148,12 @@ class BaseScheduler(SchedulerInterface):
         is_ranked = cls.retention is not BaseScheduler.retention
         # Ranks of cached prefixes; None: the policy has given none, and is not asked for any.
         self._ranks = self._make_ranks(asking(self, "retention")) if is_ranked else None
-        has_gauges = cls.gauges is not BaseScheduler.gauges
-        self._gauges = GaugeReader(self) if has_gauges else None
+        self._gauges: GaugeReader | None = None
+        if cls.gauges is not BaseScheduler.gauges:
+            from aioserve.scheduler.stats import GaugeReader
+
+            self._gauges = GaugeReader(self)
+        self._take_results = take_results
         self._reorder_at: float | None = None  # None: no request has waited yet
         self._wake_time: float | None = None  # of the newest step
         # The state that the verbs write; a policy reads the part of it that follows.
@@ -218,6 +221,13 @@ class BaseScheduler(SchedulerInterface):
     def get_requests(self) -> list[Request]:
         """Return all unfinished requests, in order of arrival."""
         return list(self.book.requests.values())
+
+    @cached_property
+    def memory(self) -> Memory:
+        """How many KV tokens are free, held, leased or cached."""
+        from aioserve.scheduler.memory import Memory
+
+        return Memory(self)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -551,7 +561,7 @@ class BaseScheduler(SchedulerInterface):
     ) -> dict[int, EngineCoreOutputs]:
         if self._step_time is not None:
             self._step_time.returned(scheduler_output, self.clock())
-        return take_results(
+        return self._take_results(
             self.book, scheduler_output, model_runner_output, self.clock, self._ask_order
         )
 
