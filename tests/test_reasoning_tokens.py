@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from aioserve.config import ModelConfig
 from aioserve.features.formats import MARKS, Marks, Reasoning, ReasoningParser, joined
 from aioserve.model_source.info import ModelInfo
-from aioserve.support.tokens import ReasoningTokens, TokenBytes
+from aioserve.support.reasoning_tokens import ReasoningTokens
+from aioserve.support.tokens import TokenBytes
 
 # Marks, beginnings of them, space, text, and a character of several bytes.
 PIECES = ["<think>", "</think>", "[/THINK]", "<", "</", "/th", "think", "ink>", ">", " ", "\n", "a"]

@@ -24,7 +24,8 @@ from aioserve.errors import RequestError
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import RequestOutput
 from aioserve.params import StructuredOutputs, ThinkingBudget
-from aioserve.support.tokens import ReasoningTokens, TokenBytes
+from aioserve.support.reasoning_tokens import ReasoningTokens
+from aioserve.support.tokens import TokenBytes
 from tests.kit import stats_of
 from tests.slow import examples
 

@@ -43,7 +43,8 @@ from aioserve.engine.prompt import Conversation
 from aioserve.errors import RequestError
 from aioserve.outputs import RequestOutput
 from aioserve.params import SamplingParams, StructuredOutputs
-from aioserve.support.tokens import PROMPT_END_TOKENS, TokenBytes
+from aioserve.support.reasoning_tokens import PROMPT_END_TOKENS
+from aioserve.support.tokens import TokenBytes
 from aioserve.support.whole_texts import check_params
 
 _OF_CHATS = ChatOptions.__annotations__.keys() - RequestFields.__annotations__

@@ -23,7 +23,8 @@ from aioserve.engine.chat.reply_format import (
 from aioserve.engine.chat.tools import ToolUse
 from aioserve.errors import UNREADABLE
 from aioserve.outputs import FinishReason, RequestOutput
-from aioserve.support.tokens import ReasoningTokens, TokenBytes
+from aioserve.support.reasoning_tokens import ReasoningTokens
+from aioserve.support.tokens import TokenBytes
 
 
 class ReplyReader:

@@ -13,7 +13,7 @@ import numpy as np
 from aioserve.features.grammars.rows import GrammarRows, Matcher
 from aioserve.runner.batch.input_batch import BatchPart
 from aioserve.scheduler.output import NewRequestData
-from aioserve.support.tokens import PROMPT_END_TOKENS, ReasoningTokens, TokensState
+from aioserve.support.reasoning_tokens import PROMPT_END_TOKENS, ReasoningTokens, TokensState
 
 if TYPE_CHECKING:
     from aioserve.features.grammars import GrammarCompiler
