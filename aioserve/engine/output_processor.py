@@ -12,19 +12,20 @@ from aioserve.engine.detokenizer import (
     Detokenizer,
     DetokenizerChoice,
     MakeDetokenizer,
-    StopStringMatcher,
 )
 from aioserve.engine.metrics import RequestCounts
-
-if TYPE_CHECKING:
-    from aioserve.engine.request_log import RequestLog
-    from aioserve.engine.tracing import Tracing
 from aioserve.engine.step_loop import FAULTS, FailureLog, StepObserver
 from aioserve.engine.stream import Claims, RequestStream, Samples, SampleState, wants_only_end
 from aioserve.errors import GrammarLimitError, PolicyError, RequestFailedError, RequestRejectedError
 from aioserve.outputs import EngineCoreOutput, FinishReason, NewTokens, RequestOutput, RequestTimes
+from aioserve.params import SamplingParams
 from aioserve.request import Request
 from aioserve.scheduler import SchedulerOutput
+
+if TYPE_CHECKING:
+    from aioserve.engine.request_log import RequestLog
+    from aioserve.engine.stop_strings import StopStringMatcher
+    from aioserve.engine.tracing import Tracing
 
 # Turns tokens into text for the readers, and finds stop strings in it. One loop over a step's
 # outputs; it runs while the next step computes. Knows no scheduler: ids of requests that a stop
@@ -37,7 +38,7 @@ _lines = logging.getLogger("aioserve.engine.request_log")
 class RequestState(SampleState):
     """The state of a request whose reader wants text, in this process."""
 
-    __slots__ = ("detokenizer", "has_stops", "index", "is_final_only", "merged", "stops", "stream")
+    __slots__ = ("detokenizer", "index", "is_final_only", "merged", "stops", "stream")
 
     def __init__(
         self,
@@ -54,10 +55,7 @@ class RequestState(SampleState):
         self.index = index
         self.stream = stream
         self.detokenizer = detokenizer
-        self.stops = StopStringMatcher(
-            params.stop_strings, include_stop=params.include_stop_str_in_output
-        )
-        self.has_stops = bool(params.stop_strings)
+        self.stops = _find_stops(params) if params.stop_strings else None
         self.is_final_only = params.output_kind == "final_only"
         self.merged: RequestOutput | None = None
 
@@ -85,8 +83,9 @@ class RequestState(SampleState):
         if self.waits_for_end:  # then no log probabilities were asked for
             new = NewTokens(self.request.output_token_ids)
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
-        if self.has_stops:
-            text, stop, num_kept = self._append_to_stop(new.token_ids, finish_reason is not None)
+        if self.stops is not None:
+            is_last = finish_reason is not None
+            text, stop, num_kept = self._append_to_stop(self.stops, new.token_ids, is_last)
             if stop is not None:
                 finish_reason, stop_reason = FinishReason.STOP, stop
                 new = new.first(num_kept)
@@ -116,7 +115,9 @@ class RequestState(SampleState):
         text = self.detokenizer.append(token_ids)
         return text + self.detokenizer.flush() if is_last else text
 
-    def _append_to_stop(self, token_ids: list[int], is_last: bool) -> tuple[str, str | None, int]:
+    def _append_to_stop(
+        self, stops: "StopStringMatcher", token_ids: list[int], is_last: bool
+    ) -> tuple[str, str | None, int]:
         """Return the text that can be told, the stop string that ends it, if one does, and after
         how many tokens: some may have come at once, and those behind the end were never asked for.
         """
@@ -124,11 +125,18 @@ class RequestState(SampleState):
         for place in range(max(num_tokens, 1)):  # the end may come without a token
             piece = self._append(token_ids[place : place + 1], is_last and place >= num_tokens - 1)
             if self.num_output_tokens > self.request.sampling_params.min_tokens:
-                piece, stop = self.stops.append(piece)
+                piece, stop = stops.append(piece)
                 if stop is not None:
-                    return text + piece + self.stops.flush(), stop, place + 1
+                    return text + piece + stops.flush(), stop, place + 1
             text += piece
-        return (text + self.stops.flush() if is_last else text), None, num_tokens
+        return (text + stops.flush() if is_last else text), None, num_tokens
+
+
+def _find_stops(params: SamplingParams) -> "StopStringMatcher":
+    from aioserve.engine.stop_strings import StopStringMatcher
+
+    include_stop = params.include_stop_str_in_output
+    return StopStringMatcher(params.stop_strings, include_stop=include_stop)
 
 
 class OutputProcessor(StepObserver):

@@ -10,12 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 import aioserve
-from aioserve.engine.detokenizer import (
-    WINDOW_TOKENS,
-    Detokenizer,
-    DetokenizerChoice,
-    StopStringMatcher,
-)
+from aioserve.engine.detokenizer import WINDOW_TOKENS, Detokenizer, DetokenizerChoice
+from aioserve.engine.stop_strings import StopStringMatcher
 from tests.slow import examples, mostly_slow
 
 TOKENIZER = Tokenizer.from_file(
