@@ -4,7 +4,7 @@
 """
 
 import re
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -85,7 +85,7 @@ class QuantizationConfig(Section, frozen=True, kw_only=True):
 EVERY_NAME = "*"  # among the names of a model: it also serves those that nothing has
 
 
-class ModelConfig(QuantizationConfig, frozen=True, kw_only=True):
+class ModelConfig(QuantizationConfig, frozen=True, kw_only=True, dict=True):
     """Settings of the model, and of how it is loaded."""
 
     model: Annotated[
@@ -151,12 +151,12 @@ class ModelConfig(QuantizationConfig, frozen=True, kw_only=True):
         doc("load no tokenizer: Python callers send and receive token ids (refused by the server)"),
     ] = False
 
-    @property
+    @cached_property  # requests ask for it
     def served_name(self) -> str:
         """The model's name for clients, the first of them."""
         return self.served_names[0]
 
-    @property
+    @cached_property
     def served_names(self) -> tuple[str, ...]:
         """All names of the model for clients, but for `*`."""
         file, named = Path(self.model), self.served_model_name

@@ -186,8 +186,11 @@ class EngineClient(ABC):
                     key_name=key_name,
                     hints=hints,
                 )
-                with encoded.named():
+                try:
                     await self._submit(spec, samples, stream, adapter, timeout)
+                except RequestError as error:
+                    encoded.name_part(error)
+                    raise
         return stream
 
     async def generate(

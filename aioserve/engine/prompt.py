@@ -1,16 +1,14 @@
-"""Prompts as callers write them and as the scheduler takes them: conversations, token ids, limits.
+"""Prompts as callers write them and as the scheduler takes them: conversations, token ids, images.
 
 Plain data, which checks itself. Knows no tokenizer, no template and no processor of images.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from aioserve.errors import RequestError
-from aioserve.params import PoolingParams, SamplingParams
 from aioserve.request import EncoderInput
 
 # Stands inside of what would be a control: no text of a client holds it, nor does a template.
@@ -144,18 +142,13 @@ class Encoded(NamedTuple):
                     param=f"encoder_inputs[{i}]",
                 )
 
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Name an encoder input's image or video in the errors of the block."""
-        try:
-            yield
-        except RequestError as error:
-            for i, name in enumerate(self.names):
-                if error.param == f"encoder_inputs[{i}]":
-                    error.args = (str(error).replace(error.param, name),)
-                    error.param = name
-                    break
-            raise
+    def name_part(self, error: RequestError) -> None:
+        """Let an error that names an encoder input name its image or video."""
+        for i, name in enumerate(self.names):
+            if error.param == f"encoder_inputs[{i}]":
+                error.args = (str(error).replace(error.param, name),)
+                error.param = name
+                return
 
 
 class ReadMedia(msgspec.Struct, frozen=True):
@@ -172,39 +165,3 @@ class ReadMedia(msgspec.Struct, frozen=True):
         so.
         """
         return cls(why, why)
-
-
-class PromptLimit(NamedTuple):
-    """The room that the model has for one prompt."""
-
-    limit: int  # the most tokens that it may have
-    in_words: str
-    keep: int | None = None  # tokens of the end that are kept; None: all
-
-    @classmethod
-    def of(cls, params: SamplingParams | PoolingParams, max_model_len: int) -> "PromptLimit":
-        """Return what `params` leave to the prompt. One that is pooled may fill the model."""
-        keep = params.truncate_prompt_tokens
-        if isinstance(params, PoolingParams):
-            keep = max_model_len if keep == -1 else keep
-            return cls(max_model_len, str(max_model_len), keep)
-        if keep == -1:
-            keep = max(1, max_model_len - (params.max_tokens or 1))
-        return cls(max_model_len - 1, f"{max_model_len} for prompt and output together", keep)
-
-    def kept(self, num_tokens: int) -> int:
-        """Return how many tokens are kept of a prompt of this length."""
-        return num_tokens if self.keep is None else min(num_tokens, self.keep)
-
-    def cut(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens that are kept of a prompt."""
-        return token_ids if self.keep is None else token_ids[-self.keep :]
-
-    def check(self, num_tokens: int, qualifier: str = "") -> None:
-        """Raises `RequestError` for more than `limit`."""
-        if num_tokens > self.limit:
-            raise RequestError(
-                f"the prompt has {qualifier}{num_tokens} tokens, but the model's limit is "
-                f"{self.in_words}",
-                param="prompt",
-            )

@@ -8,6 +8,7 @@ policies that look at them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -336,7 +337,8 @@ class LimitOf:
     it concerns: no kind of cache is loaded before.
     """
 
-    def __init__(self, concerns: Callable[[Request], bool], make: Callable[[], Resource]) -> None:
+    def __init__(self, concerns: Callable[[Request], Any], make: Callable[[], Resource]) -> None:
+        """`concerns` returns something true of a request that it concerns."""
         self.concerns, self._make = concerns, make
         self._made: Resource | None = None
 
@@ -389,8 +391,8 @@ def make_limits(max_loras: int, encoder: EncoderLimits, pool: BlockPool) -> list
         return _make("encoder", encoder, pool)
 
     return [
-        LimitOf(lambda request: bool(request.adapter_id), lambda: AdapterSlots(max_loras)),
-        LimitOf(lambda request: bool(request.encoder_inputs), make_encoder),
+        LimitOf(attrgetter("adapter_id"), lambda: AdapterSlots(max_loras)),
+        LimitOf(attrgetter("encoder_inputs"), make_encoder),
     ]
 
 

@@ -47,6 +47,7 @@ from aioserve.scheduler.step import BoundedStep, Step
 from aioserve.scheduler.table import (
     RequestQueue,
     RequestTable,
+    by_arrival,
     by_user,
     check_queue,
     check_size,
@@ -141,7 +142,8 @@ class BaseScheduler(SchedulerInterface):
         self.clock = clock  # `self.clock()` is the time, in seconds; never use the time module
         self._config = config
         # What the policy is asked; of what it leaves as it is here, nothing is asked.
-        self._ask_order = asking(self, "order")
+        has_order = cls.order is not BaseScheduler.order
+        self._ask_order = asking(self, "order") if has_order else by_arrival
         self._ask_draft_length = asking(self, "draft_length")
         is_grouped = cls.group_by is not BaseScheduler.group_by
         self._ask_group = asking(self, "group_by", str) if is_grouped else by_user
@@ -593,6 +595,9 @@ class BaseScheduler(SchedulerInterface):
 
     def has_finished_requests(self) -> bool:
         return bool(self.book.finished_req_ids)
+
+    def has_requests(self) -> bool:
+        return bool(self.book.requests or self.book.finished_req_ids)
 
     def vacate(self) -> SchedulerOutput:
         step = self.new_step()

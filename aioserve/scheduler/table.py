@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from aioserve.scheduler.estimates import LengthHistory
 
 order_key = attrgetter("order_key")
+by_arrival: Callable[[Request], float] = attrgetter("arrival_time")
 by_user: Callable[[Request], str] = attrgetter("user")
 
 #: The key that a policy gives a request: smaller ones go first. What it raises is a `PolicyError`.

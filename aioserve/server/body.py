@@ -282,8 +282,9 @@ async def decode_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
     engine = request.app[ENGINE]
     ignore_unknown = engine.config.server.ignore_unknown_fields
     body = decoder.decode(await _read(request), ignore_unknown=ignore_unknown)
-    asked = (what for n, what in decoder.skipped.items() if getattr(body, n) not in (None, []))
-    pass_over(request, asked)
+    asked = [what for n, what in decoder.skipped.items() if getattr(body, n) not in (None, [])]
+    if asked:
+        pass_over(request, asked)
     if isinstance(body, ModelRequest) and body.model is not None:
         body.model = model_of(engine, body.model)
     return body

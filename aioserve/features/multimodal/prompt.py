@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from aioserve.engine.input_processor import PromptLimit
 from aioserve.engine.prompt import (
     NO_IMAGES,
     NO_VIDEOS,
@@ -27,7 +28,6 @@ from aioserve.engine.prompt import (
     Encoded,
     Messages,
     MultimodalPrompt,
-    PromptLimit,
     ReadMedia,
     Video,
 )
