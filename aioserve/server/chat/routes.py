@@ -6,15 +6,13 @@ Knows the shape of that endpoint; the chat template is the engine's, admission a
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from aioserve.engine import Conversation
-from aioserve.engine.chat.reply_format import Arguments, Call, Content, Event, Reasoning
-from aioserve.engine.chat.reply_reader import ReplyReader
 from aioserve.engine.chat.tools import (
     NamedToolChoice,
     Names,
@@ -48,11 +46,7 @@ from aioserve.server.chat.protocol import (
     ChatCompletionRequest,
     ChatDelta,
     ChatReplyMessage,
-    FunctionCall,
-    FunctionCallDelta,
     Tool,
-    ToolCall,
-    ToolCallDelta,
     template_messages,
 )
 from aioserve.server.fields import is_vendors, note_ttl, pass_over_tools
@@ -67,6 +61,9 @@ from aioserve.server.protocol import (
     Usage,
 )
 from aioserve.server.running import CHAT_FORMAT, ENGINE
+
+if TYPE_CHECKING:
+    from aioserve.server.chat.message_reader import MessageReader
 
 decoder = BodyDecoder(ChatCompletionRequest, "chat")
 # What the engine calls the rendered messages, and other fields.
@@ -344,6 +341,8 @@ class ChatReply(Reply):
     def _reader(self, index: int) -> "MessageReader":
         reader = self._readers.get(index)
         if reader is None:
+            from aioserve.server.chat.message_reader import MessageReader
+
             reader = self._readers[index] = MessageReader.of(
                 self._format,
                 self._use,
@@ -364,52 +363,6 @@ class ChatReply(Reply):
         if found is None:
             return UNSET
         return prompt_logprobs(self.texts, self.prompts[0], found, self._num_prompt_logprobs)
-
-
-class MessageReader(ReplyReader):
-    """A reader of the outputs of one choice, which tells them in wire structs."""
-
-    _index = -1  # of the last call that was told
-
-    def deltas(self, events: list[Event]) -> list[ChatDelta]:
-        """Return one for each event, as OpenAI streams them."""
-        return [self._delta(event) for event in events]
-
-    def _delta(self, event: Event) -> ChatDelta:
-        match event:
-            case Content():
-                return ChatDelta(content=event.text)
-            case Reasoning():
-                return ChatDelta(reasoning_content=event.text)
-            case Call():
-                self._index += 1
-                call = ToolCallDelta(
-                    index=self._index,
-                    id=event.id or "",
-                    type="function",
-                    function=FunctionCallDelta(name=event.name, arguments=""),
-                )
-            case Arguments():
-                function = FunctionCallDelta(arguments=event.text)
-                call = ToolCallDelta(index=self._index, function=function)
-        return ChatDelta(tool_calls=[call])
-
-    def message(self, events: list[Event]) -> ChatReplyMessage:
-        """Return all events of a reply as one message."""
-        content = "".join(each.text for each in events if isinstance(each, Content))
-        reasoning = "".join(each.text for each in events if isinstance(each, Reasoning))
-        calls: list[ToolCall] = []
-        for each in events:
-            if isinstance(each, Call):
-                function = FunctionCall(name=each.name, arguments="")
-                calls.append(ToolCall(id=each.id or "", function=function))
-            elif isinstance(each, Arguments):
-                calls[-1].function.arguments += each.text
-        return ChatReplyMessage(
-            content=content or (None if calls else ""),
-            reasoning_content=reasoning or UNSET,
-            tool_calls=calls or UNSET,
-        )
 
 
 # Thinking budgets and reasoning tokens of conversations, for every protocol. Knows the marks of the
