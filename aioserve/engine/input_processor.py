@@ -40,7 +40,8 @@ from aioserve.runner.interface import OutputCompiler, RunnerInfo
 from aioserve.support.parts import load
 
 if TYPE_CHECKING:
-    from aioserve.engine.chat_template import ChatTemplate, ContentText
+    from aioserve.engine.chat_template import ChatTemplate
+    from aioserve.engine.content_text import ContentText
     from aioserve.model_source.vision_families import Family
 
 
@@ -197,7 +198,7 @@ class InputProcessor:
         """The marker of texts of clients that spell controls, where those are to be text."""
         if not self._marks_contents:
             return None
-        from aioserve.engine.chat_template import ContentText
+        from aioserve.engine.content_text import ContentText
 
         return ContentText(self._tokenizer)
 

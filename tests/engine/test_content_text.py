@@ -9,7 +9,8 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import ModelConfig, RunnerConfig
 from aioserve.engine import Conversation
-from aioserve.engine.chat_template import ChatTemplate, ContentText
+from aioserve.engine.chat_template import ChatTemplate
+from aioserve.engine.content_text import ContentText
 from aioserve.engine.prompt import unmarked
 from aioserve.errors import ConfigError
 from aioserve.model_source.info import ModelInfo
