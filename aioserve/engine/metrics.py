@@ -8,7 +8,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -21,8 +21,7 @@ from aioserve.support.parts import load
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-    from prometheus_client.core import HistogramMetricFamily
-    from prometheus_client.registry import Collector
+    from prometheus_client.core import HistogramMetricFamily, Metric
 
     from aioserve.engine.operations.command import Counted, State
     from aioserve.kv_cache import KVConnectorBase
@@ -202,6 +201,13 @@ class Sources(NamedTuple):
     state: "Callable[[], State]"
 
 
+class OtherMetrics(Protocol):
+    """Metrics that are told beside those of the engine."""
+
+    def collect(self) -> "Iterator[Metric]":
+        """Yield them, for one scrape."""
+
+
 class MetricsText(Protocol):
     """The metrics of an engine as text."""
 
@@ -224,7 +230,7 @@ class EngineMetrics:
         #: By process, in seconds: how late its event loop was recently. Set before a scrape.
         self.loop_lags: dict[str, float] = {}
         #: What the server has to tell besides; set by it.
-        self.of_server: Collector | None = None
+        self.of_server: OtherMetrics | None = None
         #: Called with the name of the key that a request came with, tokens that it has more, and
         #: its id.
         self.on_tokens: Callable[[str, int, str], None] | None = None

@@ -28,7 +28,8 @@ from aioserve.fleet.ray.front import RayFront
 from aioserve.fleet.ray.serve_log import log_through_serve
 from aioserve.fleet.ray.settings import ModelSettings
 from aioserve.server.access.access import Access
-from aioserve.server.access.keys import Accounts, Rights
+from aioserve.server.access.accounts import Accounts
+from aioserve.server.access.keys import Rights
 from aioserve.server.app import build_app, exempt_from_garbage_collection, max_body_mib
 from aioserve.server.running import ResponseStore
 

@@ -465,7 +465,7 @@ class Host:
         metrics.counted = {worker.name: report.counted for worker, report in told}
         for worker, report in told:
             worker.refusals = Counter({(why, key): n for why, key, n in report.refusals})
-        self.access.metrics.elsewhere = sum(
+        self.access.refused_elsewhere = sum(
             (worker.refusals for worker in self.workers), self._refused_by_gone
         )
 

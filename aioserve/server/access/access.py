@@ -1,26 +1,22 @@
 """What one process lets in: its settings, certificates, the keys it knows, and what was refused.
 
-Knows no request; `gate` says what a request may ask for by its own key.
+Knows no request; `gate` says what a request may ask for by its own key. `certificates`, `accounts`
+and `key_metrics` are loaded where there are some, or a scrape asks.
 """
 
 import logging
-import os
-import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from aiohttp import web
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from aioserve.config import AccessConfig, EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError
 from aioserve.server.access.keys import (
     ENVIRONMENT,
-    Accounts,
     Entrance,
     Key,
     Keyring,
@@ -28,57 +24,12 @@ from aioserve.server.access.keys import (
     read_keys,
 )
 
-#: Not a setting: settings are in lists of processes, in files, and on their way to workers.
-PASSWORD = "AIOSERVE_SSL_KEYFILE_PASSWORD"  # noqa: S105 - the name of a variable
+if TYPE_CHECKING:
+    import ssl
 
+    from prometheus_client.metrics_core import Metric
 
-def make_context(settings: AccessConfig) -> ssl.SSLContext | None:
-    """Return the TLS settings; None without a certificate: then connections are plain. Raises
-    `ConfigError`.
-    """
-    if settings.ssl_certfile is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    load(context, settings)
-    return context
-
-
-def load(context: ssl.SSLContext, settings: AccessConfig) -> None:
-    """Read the files, perhaps again: for connections from now on. Raises `ConfigError`."""
-    assert settings.ssl_certfile is not None
-    names = [settings.ssl_certfile, settings.ssl_keyfile or settings.ssl_certfile]
-    try:
-        # Given always: without it OpenSSL would ask at the terminal.
-        context.load_cert_chain(names[0], names[1], password=os.environ.get(PASSWORD, ""))
-        if settings.ssl_ca_certs is not None:
-            names = [settings.ssl_ca_certs]
-            context.load_verify_locations(settings.ssl_ca_certs)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except ssl.SSLError as error:
-        why = error.reason or str(error)
-        raise ConfigError(
-            f"cannot load a certificate from {' and '.join(dict.fromkeys(names))}: {why}; the "
-            f"password of an encrypted key is in {PASSWORD}"
-        ) from error
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {' or '.join(dict.fromkeys(names))}: {error.strerror}"
-        ) from error
-
-
-def read_roots(settings: AccessConfig) -> bytes:
-    """Return what is in the file of those that clients' certificates must come from, if there is
-    one. Raises `ConfigError`.
-    """
-    if settings.ssl_ca_certs is None:
-        return b""
-    try:
-        return Path(settings.ssl_ca_certs).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {settings.ssl_ca_certs}: {error.strerror}") from error
-
+    from aioserve.server.access.accounts import Accounts
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +39,27 @@ Refusals = Counter[tuple[str, str]]  # by reason, and the name of a key or ""
 class Access:
     """The access to an engine, here or elsewhere: its keys, and what they may take."""
 
-    def __init__(self, settings: AccessConfig, keys: Sequence[Key], entrance: Entrance) -> None:
+    def __init__(
+        self, settings: AccessConfig, keys: Sequence[Key], entrance: Entrance | None = None
+    ) -> None:
+        """Raises `ConfigError`. There is an `entrance` if there are keys."""
         self.settings = settings
         self.keyring = Keyring(keys)
-        self.entrance = entrance
+        self._entrance = entrance
         self.refusals: Refusals = Counter()
         self.body_bytes = 0  # of bodies of which some is still to come
-        self._roots = read_roots(settings)
-        self.tls = make_context(settings)
+        self.tls: ssl.SSLContext | None = None
+        if settings.ssl_certfile is not None:
+            from aioserve.server.access.certificates import make_context, read_roots
+
+            self._roots = read_roots(settings)
+            self.tls = make_context(settings)
+
+    @property
+    def entrance(self) -> Entrance:
+        """What lets requests of keys in."""
+        assert self._entrance is not None, "there are keys"
+        return self._entrance
 
     @property
     def is_open_to_all(self) -> bool:
@@ -115,6 +79,8 @@ class Access:
         """Again, for connections from now on. Raises `ConfigError`: then nothing has changed."""
         if self.tls is None:
             return
+        from aioserve.server.access.certificates import load, make_context, read_roots
+
         if read_roots(self.settings) != self._roots:  # a context takes roots, and forgets none
             raise ConfigError(
                 f"{self.settings.ssl_ca_certs} has changed: the CAs of client certificates cannot "
@@ -134,18 +100,36 @@ class MainAccess(Access):
         """Raises `ConfigError` for keys or certificates that cannot be read, or if no key could
         reach the admin routes.
         """
-        keys = _read(config)
-        self.accounts = Accounts(self._rights_of)
-        super().__init__(config.access, keys, self.accounts)
+        super().__init__(config.access, _read(config))
         self._config = config
         #: Called with the keys after they were read again.
         self.on_reload: Callable[[Sequence[Key]], None] = lambda keys: None
-        self.metrics = AccessMetrics(self)
+        #: What workers have refused. Set before a scrape.
+        self.refused_elsewhere: Refusals = Counter()
+
+    @cached_property
+    def accounts(self) -> "Accounts":
+        """What each key has used; loaded where there are keys."""
+        from aioserve.server.access.accounts import Accounts
+
+        return Accounts(self._rights_of)
+
+    @property
+    def entrance(self) -> Entrance:
+        return self.accounts
 
     def count_for(self, engine: AsyncEngine) -> None:
         """Charge keys with the tokens that it computes for them, and be among its metrics."""
-        engine.metrics.of_server = self.metrics
-        engine.metrics.on_tokens = self.accounts.charge
+        engine.metrics.of_server = self
+        if self.keyring:
+            engine.metrics.on_tokens = self.accounts.charge
+
+    def collect(self) -> Iterator["Metric"]:
+        """Yield metrics of refused requests and of what each key used, for one scrape."""
+        from aioserve.server.access.key_metrics import key_metrics
+
+        accounts = self.accounts if self.keyring else None
+        return key_metrics(self.refusals + self.refused_elsewhere, self.keyring.keys, accounts)
 
     def reload(self) -> None:
         """Read keys and certificate again, for what comes from now on. Raises `ConfigError`: then
@@ -170,42 +154,6 @@ class MainAccess(Access):
 
     def _rights_of(self, name: str) -> Rights:
         return self.keyring.named.get(name) or Rights()  # the key is gone since
-
-
-class AccessMetrics(Collector):
-    """The metrics of keys, and of what was refused, of the whole server."""
-
-    def __init__(self, access: MainAccess) -> None:
-        self.access = access
-        #: What workers have refused. Set before a scrape.
-        self.elsewhere: Refusals = Counter()
-
-    def collect(self) -> Iterator[Metric]:
-        """Metrics of refused requests and of what each key used, for one scrape."""
-        refused = CounterMetricFamily(
-            "aioserve_requests_refused",
-            "Requests answered with an error, by reason and key",
-            labels=["reason", "key"],
-        )
-        for (reason, name), count in (self.access.refusals + self.elsewhere).items():
-            refused.add_metric([reason, name], count)
-        yield refused
-        if not self.access.keyring:
-            return
-        tokens = CounterMetricFamily(
-            "aioserve_key_tokens", "Tokens of prompts and outputs, by key", labels=["key"]
-        )
-        running = GaugeMetricFamily(
-            "aioserve_key_requests_running",
-            "Sequences of requests that run, of keys that have limits",
-            labels=["key"],
-        )
-        for key in self.access.keyring.keys:
-            tokens.add_metric([key.name], self.access.accounts.num_tokens[key.name])
-            if key.is_counted:
-                running.add_metric([key.name], self.access.accounts.num_running(key.name))
-        yield tokens
-        yield running
 
 
 def _read(config: EngineConfig) -> list[Key]:

@@ -3,7 +3,8 @@
 import pytest
 
 from aioserve.errors import ForbiddenError, KeyLimitError
-from aioserve.server.access.keys import ONE, Accounts, Claim, Rights
+from aioserve.server.access.accounts import Accounts
+from aioserve.server.access.keys import ONE, Claim, Rights
 
 
 class Clock:

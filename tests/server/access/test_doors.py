@@ -18,8 +18,10 @@ from aioserve.config import AccessConfig, EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError
 from aioserve.server.access import connections
-from aioserve.server.access.access import PASSWORD, Access, MainAccess, make_context
-from aioserve.server.access.keys import Accounts, Key, Rights
+from aioserve.server.access.access import Access, MainAccess
+from aioserve.server.access.accounts import Accounts
+from aioserve.server.access.certificates import PASSWORD, make_context
+from aioserve.server.access.keys import Key, Rights
 from aioserve.server.app import listening
 from aioserve.server.loading import answering_while_loading
 from aioserve.server.sockets import bind_unix, open_doors

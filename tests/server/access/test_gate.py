@@ -148,7 +148,7 @@ async def test_a_key_gets_no_more_requests_at_once_than_it_may_and_others_do(loc
 
 
 async def test_tokens_of_a_minute_are_counted_of_those_whose_client_leaves_as_well(locked):
-    had = locked.engine.metrics.of_server.access.accounts.num_tokens
+    had = locked.engine.metrics.of_server.accounts.num_tokens
     asked = asyncio.ensure_future(ask(locked, BEN, max_tokens=4000, ignore_eos=True))
     await until(locked, lambda gauges: gauges["kv_cache_used_blocks"] > 2)  # of 16 tokens each
     asked.cancel()
@@ -273,7 +273,7 @@ async def test_the_timeout_of_a_header_counts_if_it_is_the_smaller(server):
 
 
 async def test_keys_are_read_again_and_a_bad_file_changes_nothing(locked, keys_file):
-    access = locked.engine.metrics.of_server.access
+    access = locked.engine.metrics.of_server
     text = keys_file.read_text()
     keys_file.write_text(text.replace(ANN, "sk-ann-rotated-0123"))
     access.reload()

@@ -7,7 +7,8 @@ import pytest
 from aioserve.config import AccessConfig, EngineConfig, ServerConfig
 from aioserve.errors import ConfigError
 from aioserve.server.access.access import Access
-from aioserve.server.access.keys import Accounts, Rights
+from aioserve.server.access.accounts import Accounts
+from aioserve.server.access.keys import Rights
 from aioserve.server.access.origins import Hosts
 from aioserve.server.loading import answering_while_loading
 from aioserve.server.sockets import bind

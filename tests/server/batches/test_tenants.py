@@ -91,7 +91,7 @@ async def test_a_batch_whose_key_is_gone_holds_no_place_and_goes_on_when_it_is_b
         await until(ann, batch.id, "in_progress")
         async with client_of(server.url, CARL) as carl, client_of(server.url, ADMIN) as root:
             keys.write_text(KEYS.replace("name: ann", "name: else").replace(ANN, "else" + ANN))
-            server.engine.metrics.of_server.access.reload()
+            server.engine.metrics.of_server.reload()
             other = await until(carl, (await create(carl, completions(3))).id, "completed")
             assert other.request_counts.completed == 3
             stood = (await root.batches.retrieve(batch.id)).request_counts.completed
@@ -102,7 +102,7 @@ async def test_a_batch_whose_key_is_gone_holds_no_place_and_goes_on_when_it_is_b
             assert batch.id in told[0]
             assert "'ann'" in told[0]
             keys.write_text(KEYS)
-            server.engine.metrics.of_server.access.reload()
+            server.engine.metrics.of_server.reload()
             batch = await until(ann, batch.id, "completed")
             assert ids(await results(ann, batch.output_file_id)) == line_ids(40)
 
