@@ -15,6 +15,7 @@ from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine, EngineClient
@@ -27,10 +28,8 @@ from aioserve.server.access.gate import check_key
 from aioserve.server.access.origins import (
     HOSTS,
     Hosts,
-    answer_preflights,
     check_caller,
     check_exposure,
-    tell_origin,
 )
 from aioserve.server.images import IMAGES, Images
 from aioserve.server.loading import Loading, answering_while_loading
@@ -94,12 +93,16 @@ def build_app(
     the one on a port of theirs.
     """
     access = access or open_access(engine)
-    allows_origins = bool(access.settings.allowed_origins)
+    cors: tuple[Middleware, ...] = ()
+    if access.settings.allowed_origins:
+        from aioserve.server.access.cors import answer_preflights, tell_origin
+
+        cors = (answer_preflights,)
     max_bytes = max_body_mib(engine) * 2**20
     app = web.Application(
         middlewares=[
             *(tell_connection, count_answers, log_requests, answer_errors, check_caller),
-            *((answer_preflights,) if allows_origins else ()),
+            *cors,
             check_key,
         ],
         client_max_size=max_bytes,
@@ -116,7 +119,7 @@ def build_app(
     app[CHAT_FORMAT] = ChatFormat.of(engine.model_info.tokenizer, engine.config)
     app.on_cleanup.append(_close_chat_format)
     app.on_response_prepare.extend((add_request_id, say_when_to_come_again))
-    if allows_origins:
+    if cors:
         app.on_response_prepare.append(tell_origin)
     if not is_for_operators:
         open_apis(app, max_bytes)

@@ -159,8 +159,12 @@ async def create_embedding(request: web.Request) -> web.Response:
             num_cached += output.num_cached_tokens
 
     num_workers = num_at_once(request, len(prompts))
-    given = sum(estimated_tokens(prompt) for _, prompt in prompts.items())
-    async with entered(request, Claim(num_workers, given, len(prompts) == 1, own_id)):
+
+    def claim() -> Claim:
+        given = sum(estimated_tokens(prompt) for _, prompt in prompts.items())
+        return Claim(num_workers, given, len(prompts) == 1, own_id)
+
+    async with entered(request, claim):
         with request.app[RUNNING].enter(own_id, ids, owner_of(request)) as is_aborted:
             await run_all([work() for _ in range(num_workers)])
     answer = EmbeddingList(

@@ -322,7 +322,7 @@ async def respond(
     reply.hints = fields.get("hints", NO_HINTS)
     async with AsyncExitStack() as stack:
         leave = await stack.enter_async_context(
-            entered(request, _claim(reply.id, prompts, params, engine.max_model_len))
+            entered(request, lambda: _claim(reply.id, prompts, params, engine.max_model_len))
         )
         is_aborted = stack.enter_context(
             request.app[RUNNING].enter(reply.id, ids, owner_of(request))

@@ -187,7 +187,7 @@ async def label_logprobs(
 
     num_workers = num_at_once(request, len(places))
     claim = Claim(num_workers, num_tokens + len(places), len(places) == 1, own_id)
-    async with entered(request, claim):
+    async with entered(request, lambda: claim):
         with request.app[RUNNING].enter(own_id, ids, owner_of(request)) as is_aborted:
             await run_all([work() for _ in range(num_workers)])
     return [found[index] for index in range(len(places))]

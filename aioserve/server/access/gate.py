@@ -1,12 +1,12 @@
 """The check before every handler: which key a request has, which fields and hints it may set.
 
-Knows requests and keys; `access` counts, in the accounts of `keys`.
+Knows requests and keys; `access` counts, in its `accounts`.
 """
 
 import contextlib
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aiohttp import hdrs, web
@@ -26,7 +26,7 @@ from aioserve.request import (
     check_hints,
 )
 from aioserve.server.access.access import ACCESS
-from aioserve.server.access.keys import ONE, Claim, Key, Leave
+from aioserve.server.access.keys import Claim, Key, Leave
 from aioserve.server.access.origins import check_page, is_near
 from aioserve.server.errors import TIMEOUT_HEADER, FarLookerError, style_of
 from aioserve.server.fields import CACHED_FOR
@@ -104,15 +104,16 @@ def allowed_fields(request: web.Request, body: Any) -> dict[str, Any]:
 
 
 def entered(
-    request: web.Request, claim: Claim = ONE
+    request: web.Request, make_claim: Callable[[], Claim] = Claim
 ) -> contextlib.AbstractAsyncContextManager[Leave]:
-    """Inside the block what is asked for counts for its key, whatever it is. Raises
-    `KeyLimitError`, or `ForbiddenError` for more than the key may ever have.
+    """Inside the block what is asked for counts for its key, whatever it is. `make_claim` is called
+    for a key with limits, by default for one sequence. Raises `KeyLimitError`, or `ForbiddenError`
+    for more than the key may ever have.
     """
     key = request.get(KEY)
     if key is None or not key.is_counted:
         return contextlib.nullcontext(_leave_nothing)
-    return request.app[ACCESS].entrance.entered(key.name, claim)
+    return request.app[ACCESS].entrance.entered(key.name, make_claim())
 
 
 def num_at_once(request: web.Request, num_prompts: int) -> int:

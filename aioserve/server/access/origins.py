@@ -1,4 +1,4 @@
-"""Which pages and names may reach this server: CORS, host names, and addresses without a key.
+"""Which pages and names may reach this server: origins, host names, and addresses without a key.
 
 Knows headers; knows nothing about keys, which a page must send like any client.
 """
@@ -14,8 +14,8 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from aioserve.config import AccessConfig, EngineConfig
-from aioserve.errors import ConfigError, ForbiddenError
-from aioserve.server.access.access import ACCESS, Access
+from aioserve.errors import ConfigError
+from aioserve.server.access.access import Access
 from aioserve.server.errors import ForeignHostError, ForeignOriginError
 from aioserve.server.sockets import ListenSockets, url_of
 
@@ -152,15 +152,8 @@ def _far(sockets: Sequence[socket]) -> str | None:
     return None
 
 
-# Which pages a browser lets ask this server: CORS, as the Fetch standard has it. Refuses what a
-# browser sends for a page without asking first. Knows headers; knows nothing about keys, which such
-# a page must send like any client.
-
-
-#: What else of an answer a page may read.
-EXPOSED = "X-Request-Id, Request-Id, Retry-After"
-
-MAX_AGE = "600"  # seconds in which a browser need not ask again
+# Which pages a browser lets ask this server: what it sends for a page without asking first is
+# refused. What it asks first, and may read, is in `cors`.
 
 
 @web.middleware
@@ -176,48 +169,6 @@ async def check_caller(request: web.Request, handler: Handler) -> web.StreamResp
     return await handler(request)
 
 
-@web.middleware
-async def answer_preflights(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers what a browser asks before a page of another origin may: for a server that allows
-    some origins. Raises `ForbiddenError` for one that may not.
-    """
-    settings = request.app[ACCESS].settings
-    asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD)
-    origin = request.headers.get(hdrs.ORIGIN)
-    is_preflight = request.method == hdrs.METH_OPTIONS and asked is not None and origin is not None
-    if not is_preflight:
-        return await handler(request)
-    if not _is_allowed(settings, origin):
-        raise ForbiddenError(f"origin {_short(origin)} is not in access.allowed_origins")
-    if settings.allowed_methods and asked not in settings.allowed_methods:
-        raise ForbiddenError(f"method {_short(asked)} is not in access.allowed_methods")
-    wanted = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
-    names = [name.strip().lower() for name in wanted.split(",") if name.strip()]
-    known = {name.lower() for name in settings.allowed_headers}
-    for name in names if known else ():
-        if name not in known:
-            raise ForbiddenError(f"header {_short(name)} is not in access.allowed_headers")
-    headers = {hdrs.ACCESS_CONTROL_ALLOW_METHODS: str(asked), "Access-Control-Max-Age": MAX_AGE}
-    if names:  # by name: a star would not stand for Authorization
-        headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = ", ".join(names)
-    return web.Response(status=204, headers=headers)
-
-
-async def tell_origin(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal handler, before headers leave, of a server that allows some origins: whether the page
-    that asked may read the answer.
-    """
-    settings = request.app[ACCESS].settings
-    response.headers.add(hdrs.VARY, hdrs.ORIGIN)
-    origin = request.headers.get(hdrs.ORIGIN)
-    if not _is_allowed(settings, origin):
-        return
-    response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = str(origin)
-    response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = EXPOSED
-    if settings.allow_credentials:
-        response.headers[hdrs.ACCESS_CONTROL_ALLOW_CREDENTIALS] = "true"
-
-
 def check_page(request: web.Request) -> None:
     """Raises `ForeignOriginError` if a browser sends this for a page that is neither this server's
     own nor of an allowed origin: what it need not ask about, such as a POST without a body, it
@@ -231,18 +182,20 @@ def check_page(request: web.Request) -> None:
         return
     # The host alone: behind a proxy the scheme is another one.
     is_own = origin is not None and urlsplit(origin).netloc == request.host
-    if not (is_own or _is_allowed(request.app[HOSTS].settings, origin)):
+    if not (is_own or is_allowed(request.app[HOSTS].settings, origin)):
         raise ForeignOriginError(
-            f"{request.path} does not take requests of pages of {_short(origin)}: it is neither "
+            f"{request.path} does not take requests of pages of {shortened(origin)}: it is neither "
             "this server nor one of access.allowed_origins"
         )
 
 
-def _is_allowed(settings: AccessConfig, origin: str | None) -> bool:
+def is_allowed(settings: AccessConfig, origin: str | None) -> bool:
+    """Return whether pages of this origin may ask."""
     return origin is not None and (
         "*" in settings.allowed_origins or origin in settings.allowed_origins
     )
 
 
-def _short(text: str | None) -> str:
+def shortened(text: str | None) -> str:
+    """Return what a client has sent as an error quotes it."""
     return repr(str(text)[:64])
