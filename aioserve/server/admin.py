@@ -3,12 +3,12 @@
 A model's card says what its engine and its format of replies can do.
 """
 
+import asyncio
 from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from aioserve.engine import EngineClient
 from aioserve.engine.chat.chat_format import ChatFormat
@@ -100,8 +100,15 @@ TELLS = {"/livez": tell_alive, "/health": tell_health, "/ready": tell_ready}
 
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics, in Prometheus' text format."""
+    kind = await asyncio.to_thread(_content_type)  # where streams go on while it is loaded
     text = await request.app[ENGINE].ask(ShowMetrics(request.app[HTTP_COUNTS].tell()))
-    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+    return web.Response(body=text, headers={"Content-Type": kind})
+
+
+def _content_type() -> str:
+    from prometheus_client import CONTENT_TYPE_LATEST
+
+    return CONTENT_TYPE_LATEST
 
 
 async def version(request: web.Request) -> web.Response:

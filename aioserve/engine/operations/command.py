@@ -206,6 +206,7 @@ class ShowMetrics(EngineCommand[bytes], frozen=True):
     counted: list[Counted] = field(default_factory=list)
 
     async def run_on(self, engine: Any) -> bytes:
+        await engine.metrics.load_text()
         text: bytes = engine.internals.render_metrics(self.counted)
         return text
 
