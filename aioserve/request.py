@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeAlias
 from zlib import crc32
 
@@ -392,6 +393,12 @@ class Request:
             f"{self.num_computed_tokens}/{self.num_tokens} computed, "
             f"{self.num_prompt_tokens} prompt)"
         )
+
+
+#: What requests are sorted by while they wait.
+order_key = attrgetter("order_key")
+by_arrival: Callable[[Request], float] = attrgetter("arrival_time")
+by_user: Callable[[Request], str] = attrgetter("user")
 
 
 # Hints as policies read them: a client may state anything under any name, so a hint of another

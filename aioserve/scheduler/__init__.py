@@ -26,7 +26,6 @@ from aioserve.scheduler.interface import (
 )
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.step import Step
-from aioserve.scheduler.table import RequestQueue
 
 if TYPE_CHECKING:
     from aioserve.kv_cache import OffloadPrice
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
         read_part,
     )
     from aioserve.scheduler.registry import available_policies, load_policy
+    from aioserve.scheduler.table import RequestQueue
 
 _HOMES = {
     "AdmissionPart": "aioserve.scheduler.parts",
@@ -56,6 +56,7 @@ _HOMES = {
     "Part": "aioserve.scheduler.parts",
     "PeakMemory": "aioserve.scheduler.estimates",
     "RecomputePrice": "aioserve.scheduler.estimates",
+    "RequestQueue": "aioserve.scheduler.table",
     "Verdict": "aioserve.scheduler.parts",
     "VictimPart": "aioserve.scheduler.parts",
     "available_policies": "aioserve.scheduler.registry",

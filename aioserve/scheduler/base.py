@@ -31,9 +31,12 @@ from aioserve.request import (
     Request,
     RequestStatus,
     WaitReason,
+    by_arrival,
+    by_user,
     check_names,
     hinted_number,
     hinted_text,
+    order_key,
 )
 from aioserve.scheduler.interface import (
     CANNOT_BE_SWITCHED,
@@ -44,15 +47,6 @@ from aioserve.scheduler.interface import (
 )
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.step import BoundedStep, Step
-from aioserve.scheduler.table import (
-    RequestQueue,
-    RequestTable,
-    by_arrival,
-    by_user,
-    check_queue,
-    check_size,
-    order_key,
-)
 
 if TYPE_CHECKING:
     from aioserve.config import SchedulerConfig
@@ -61,6 +55,7 @@ if TYPE_CHECKING:
     from aioserve.scheduler.estimates import OnlineStepTime, PredictedLengths
     from aioserve.scheduler.memory import Memory
     from aioserve.scheduler.stats import GaugeReader
+    from aioserve.scheduler.table import RequestQueue
 
 #: By a value of the setting `victim`, the key whose largest value gives way when KV blocks run out,
 #: ties broken by the policy's order; `last_admitted` is the end of `running`. Under all but
@@ -129,6 +124,7 @@ class BaseScheduler(SchedulerInterface):
         from aioserve.kv_cache import EncoderLimits, LeaseLimits, make_limits
         from aioserve.scheduler.blame import asking
         from aioserve.scheduler.results import take_results
+        from aioserve.scheduler.table import RequestTable
 
         cls, name = type(self), type(self).__name__
         self.options: Any = self.parse_options(config.options)  # of the policy's class `Options`
@@ -518,7 +514,7 @@ class BaseScheduler(SchedulerInterface):
         if request.request_id in self.book.requests:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         request.bound_length(self.max_model_len)
-        check_size(request, self.kv_cache)
+        self.book.check_size(request)
         self.check_queue(request.num_tokens, 0, 0)
         if self.kv_cache.wants_prices:  # those of the policy in charge
             for resource in self.kv_cache.resources:
@@ -528,7 +524,7 @@ class BaseScheduler(SchedulerInterface):
     def check_queue(self, num_tokens: int, num_arriving: int, arriving_tokens: int) -> None:
         for request in self.book.aside if self.kv_cache.holding else ():  # they wait, too
             num_arriving, arriving_tokens = num_arriving + 1, arriving_tokens + request.num_tokens
-        check_queue(num_tokens, self.waiting, self._config, num_arriving, arriving_tokens)
+        self.book.check_queue(self._config, num_tokens, num_arriving, arriving_tokens)
 
     def next_wake(self) -> float | None:
         return self._wake_time

@@ -119,6 +119,16 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
         return max(itertools.chain.from_iterable(given), default=-1)
 
 
+class OpenStep:
+    """The part of a step under construction that is needed if it is never sent."""
+
+    __slots__ = ("preempted_req_ids", "step_id", "tokens")
+
+    step_id: int
+    tokens: dict[Request, int]  # requests served, with how many tokens, in order
+    preempted_req_ids: list[str]  # those that the runner has heard of
+
+
 class StepFeatures(NamedTuple):
     """Token and row counts of one step."""
 

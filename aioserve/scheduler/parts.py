@@ -10,13 +10,12 @@ from types import ModuleType
 from typing import Any, ClassVar, Literal, TypeVar
 
 from aioserve.errors import ConfigError, UnknownPolicyError, did_you_mean
-from aioserve.request import Request
+from aioserve.request import Request, order_key
 from aioserve.scheduler.base import BaseScheduler
 from aioserve.scheduler.interface import PolicyOptions
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.registry import available_policies, make_options
 from aioserve.scheduler.step import Step
-from aioserve.scheduler.table import order_key
 from aioserve.support.plugins import import_named, installed_entry_points, is_zoo_name
 
 #: What an admission says of a waiting request: it may be admitted, after all others, or not now.

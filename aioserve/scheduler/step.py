@@ -18,14 +18,14 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from aioserve.errors import PolicyError
-from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.request import Request, RequestStatus, WaitReason, order_key
 from aioserve.scheduler.interface import Rejection
-from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from aioserve.scheduler.table import OpenStep, Order, RequestTable, order_key
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, OpenStep, SchedulerOutput
 
 if TYPE_CHECKING:
     from aioserve.config import SchedulerConfig
     from aioserve.kv_cache.manager import Vacancy
+    from aioserve.scheduler.table import Order, RequestTable
 
 Place = WaitReason | tuple[list[int], int, int]  # why a request has to wait, or what it gets
 

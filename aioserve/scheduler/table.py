@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from heapq import heapify, heappop, heappush
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aioserve.errors import (
@@ -22,18 +21,21 @@ from aioserve.errors import (
     PolicyError,
     RequestError,
 )
-from aioserve.request import CACHE_SECONDS, Request, RequestStatus, WaitReason
+from aioserve.request import (
+    CACHE_SECONDS,
+    Request,
+    RequestStatus,
+    WaitReason,
+    by_user,
+    order_key,
+)
 from aioserve.scheduler.interface import Rejection
-from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler.output import OpenStep, SchedulerOutput
 
 if TYPE_CHECKING:
     from aioserve.config import SchedulerConfig
     from aioserve.kv_cache import KVCacheManager
     from aioserve.scheduler.estimates import LengthHistory
-
-order_key = attrgetter("order_key")
-by_arrival: Callable[[Request], float] = attrgetter("arrival_time")
-by_user: Callable[[Request], str] = attrgetter("user")
 
 #: The key that a policy gives a request: smaller ones go first. What it raises is a `PolicyError`.
 Order: TypeAlias = Callable[[Request], Any]
@@ -258,16 +260,6 @@ LineStop: TypeAlias = tuple[int, Any, WaitReason | None]
 NO_STOP: LineStop = (0, None, None)
 
 
-class OpenStep:
-    """The part of a step under construction that is needed if it is never sent."""
-
-    __slots__ = ("preempted_req_ids", "step_id", "tokens")
-
-    step_id: int
-    tokens: dict[Request, int]  # requests served, with how many tokens, in order
-    preempted_req_ids: list[str]  # those that the runner has heard of
-
-
 class StepsInFlight(deque[tuple[SchedulerOutput, list[Request]]]):
     """Steps with their rows, in the order in which they were planned and will come back."""
 
@@ -436,6 +428,40 @@ class RequestTable:
         for request, key in keys.items():
             request.order_key = key
             self.line_up(request)
+
+    # What is refused.
+
+    def check_size(self, request: Request) -> None:
+        """Raises `RequestError` for a request that could not run alone, up to its bound."""
+        # The last token is never computed, so a request needs one slot less than its length.
+        most = request.max_total_tokens - 1
+        param = "max_tokens" if request.pooling_params is None else "prompt"
+        if most > self.kv_cache.num_slots:
+            raise RequestError(
+                f"prompt and output of up to {request.max_total_tokens} tokens do not fit the KV "
+                f"cache of {self.kv_cache.num_slots} tokens",
+                param=param,
+            )
+        self.kv_cache.accept(request)
+
+    def check_queue(
+        self, config: SchedulerConfig, num_tokens: int, num_arriving: int, arriving_tokens: int
+    ) -> None:
+        """Raises `EngineOverloadedError` if too many requests or prompt tokens wait already for one
+        more of `num_tokens`; those that are arriving, but not in the queue yet, wait as well.
+        """
+        num_waiting = len(self.waiting) + num_arriving
+        if num_waiting >= config.max_waiting_requests:
+            raise EngineOverloadedError(
+                f"{num_waiting} requests are waiting already (max_waiting_requests)"
+            )
+        limit = config.max_waiting_tokens
+        waiting_tokens = self.waiting.num_tokens + arriving_tokens
+        if limit is not None and num_waiting and waiting_tokens + num_tokens > limit:
+            raise EngineOverloadedError(
+                f"{waiting_tokens} prompt tokens are waiting already; {num_tokens} "
+                f"more would be over max_waiting_tokens ({limit})"
+            )
 
     # Running requests, and preemption.
 
@@ -673,41 +699,3 @@ class RequestTable:
         """
         num_written = request.num_computed_tokens - self.in_flight.num_tokens(request)
         return min(num_written, request.num_tokens - 1)
-
-
-def check_size(request: Request, kv_cache: KVCacheManager) -> None:
-    """Every request must be able to run alone, up to its bound. Raises `RequestError`."""
-    # The last token is never computed, so a request needs one slot less than its length.
-    most = request.max_total_tokens - 1
-    param = "max_tokens" if request.pooling_params is None else "prompt"
-    if most > kv_cache.num_slots:
-        raise RequestError(
-            f"prompt and output of up to {request.max_total_tokens} tokens do not fit the KV "
-            f"cache of {kv_cache.num_slots} tokens",
-            param=param,
-        )
-    kv_cache.accept(request)
-
-
-def check_queue(
-    num_tokens: int,
-    waiting: RequestQueue,
-    config: SchedulerConfig,
-    num_arriving: int = 0,
-    arriving_tokens: int = 0,
-) -> None:
-    """Raises `EngineOverloadedError` if too many requests or prompt tokens wait already for one
-    more of `num_tokens`; those that are arriving, but not in the queue yet, wait as well.
-    """
-    num_waiting = len(waiting) + num_arriving
-    if num_waiting >= config.max_waiting_requests:
-        raise EngineOverloadedError(
-            f"{num_waiting} requests are waiting already (max_waiting_requests)"
-        )
-    limit = config.max_waiting_tokens
-    waiting_tokens = waiting.num_tokens + arriving_tokens
-    if limit is not None and num_waiting and waiting_tokens + num_tokens > limit:
-        raise EngineOverloadedError(
-            f"{waiting_tokens} prompt tokens are waiting already; {num_tokens} "
-            f"more would be over max_waiting_tokens ({limit})"
-        )
