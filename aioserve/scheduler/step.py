@@ -24,7 +24,7 @@ from aioserve.scheduler.output import CachedRequestData, NewRequestData, OpenSte
 
 if TYPE_CHECKING:
     from aioserve.config import SchedulerConfig
-    from aioserve.kv_cache.manager import Vacancy
+    from aioserve.kv_cache.vacancy import Vacancy
     from aioserve.scheduler.table import Order, RequestTable
 
 Place = WaitReason | tuple[list[int], int, int]  # why a request has to wait, or what it gets
