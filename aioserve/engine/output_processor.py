@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from aioserve.engine.detokenizer import (
     ByteLevelDetokenizer,
-    Detokenizer,
     DetokenizerChoice,
     MakeDetokenizer,
 )
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from aioserve.engine.request_log import RequestLog
     from aioserve.engine.stop_strings import StopStringMatcher
     from aioserve.engine.tracing import Tracing
+    from aioserve.engine.window_detokenizer import Detokenizer
 
 # Turns tokens into text for the readers, and finds stop strings in it. One loop over a step's
 # outputs; it runs while the next step computes. Knows no scheduler: ids of requests that a stop
@@ -46,7 +46,7 @@ class RequestState(SampleState):
         samples: Samples,
         index: int,
         stream: RequestStream,
-        detokenizer: Detokenizer | ByteLevelDetokenizer | None,
+        detokenizer: "Detokenizer | ByteLevelDetokenizer | None",
         *,
         waits_for_end: bool,
     ) -> None:

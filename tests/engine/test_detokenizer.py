@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 import aioserve
-from aioserve.engine.detokenizer import WINDOW_TOKENS, Detokenizer, DetokenizerChoice
+from aioserve.engine.detokenizer import DetokenizerChoice
 from aioserve.engine.stop_strings import StopStringMatcher
+from aioserve.engine.window_detokenizer import WINDOW_TOKENS, Detokenizer
 from tests.slow import examples, mostly_slow
 
 TOKENIZER = Tokenizer.from_file(
