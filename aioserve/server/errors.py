@@ -145,14 +145,20 @@ class ApiStyle(NamedTuple):
     id_header: str = ""  # of an answer: its id, besides X-Request-Id
 
 
+@cache
+def styled() -> tuple[str, ...]:
+    """Return the beginnings of the paths of APIs that parts bring, each of which has a style."""
+    return tuple(brought("styles"))
+
+
 def styles() -> list[ApiStyle]:
     """Return the styles of all APIs that parts bring."""
-    return [_style(prefix) for prefix in brought("styles")]
+    return [_style(prefix) for prefix in styled()]
 
 
 def style_of(path: str) -> ApiStyle | None:
     """Return the style of the API that a path belongs to; None where it is OpenAI's."""
-    prefix = next((prefix for prefix in brought("styles") if path.startswith(prefix)), None)
+    prefix = next((prefix for prefix in styled() if path.startswith(prefix)), None)
     return None if prefix is None else _style(prefix)
 
 

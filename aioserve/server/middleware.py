@@ -24,7 +24,7 @@ from aioserve.errors import (
 )
 from aioserve.server.access.access import ACCESS
 from aioserve.server.access.connections import Connection
-from aioserve.server.errors import style_of, to_wire
+from aioserve.server.errors import style_of, styled, to_wire
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
 from aioserve.server.running import KEY, MADE_ID, RESPONSE_ID, is_sane_id, make_id
 
@@ -158,7 +158,8 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
     request[HAS_BEGUN] = True
     request_id = _given_request_id(request) or _own_id(request)
     response.headers[REQUEST_ID_HEADER] = request_id
-    if (style := style_of(request.path)) is not None and style.id_header:
+    path = request.path
+    if path.startswith(styled()) and (style := style_of(path)) is not None and style.id_header:
         response.headers[style.id_header] = request_id
 
 
