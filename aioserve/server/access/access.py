@@ -57,7 +57,7 @@ class Access:
 
     @property
     def entrance(self) -> Entrance:
-        """What lets requests of keys in."""
+        """The entrance at which requests of keys are let in."""
         assert self._entrance is not None, "there are keys"
         return self._entrance
 
@@ -109,7 +109,7 @@ class MainAccess(Access):
 
     @cached_property
     def accounts(self) -> "Accounts":
-        """What each key has used; loaded where there are keys."""
+        """The accounts of keys; loaded where there are some."""
         from aioserve.server.access.accounts import Accounts
 
         return Accounts(self._rights_of)
