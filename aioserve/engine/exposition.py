@@ -329,8 +329,8 @@ def _cache_config(block_size: str, num_blocks: int) -> Metric:
 
 
 def adapter_metrics(counts: AdapterMetrics) -> Iterator[Metric]:
-    """Yield the metrics of adapters. Nothing is counted until there was one; the list of adapters is
-    there from the start on, since pickers of gateways look for it.
+    """Yield the metrics of adapters. Nothing is counted until there was one; their list is there
+    from the start on, since pickers of gateways look for it.
     """
     if counts.get_places is not None:
         yield _lora_info(*counts.get_places())

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from aioserve.errors import InvariantError
+from aioserve.errors import InvariantError, RequestError
 from aioserve.kv_cache.block_pool import (
     BlockPool,
     ExternalPrefix,
@@ -110,8 +110,15 @@ class KVCacheManager:
 
     def accept(self, request: Request) -> None:
         """A request comes: the resources that it concerns are in use from now on. Raises
-        `RequestError` if it could not even run alone.
+        `RequestError` if it could not even run alone, up to its bound.
         """
+        # The last token is never computed, so a request needs one slot less than its length.
+        if request.max_total_tokens - 1 > self.num_slots:
+            raise RequestError(
+                f"prompt and output of up to {request.max_total_tokens} tokens do not fit the KV "
+                f"cache of {self.num_slots} tokens",
+                param="max_tokens" if request.pooling_params is None else "prompt",
+            )
         for limit in self._unused:
             if limit.concerns(request):
                 self._unused = [other for other in self._unused if other is not limit]

@@ -514,7 +514,7 @@ class BaseScheduler(SchedulerInterface):
         if request.request_id in self.book.requests:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         request.bound_length(self.max_model_len)
-        self.book.check_size(request)
+        self.kv_cache.accept(request)
         self.check_queue(request.num_tokens, 0, 0)
         if self.kv_cache.wants_prices:  # those of the policy in charge
             for resource in self.kv_cache.resources:

@@ -19,7 +19,6 @@ from aioserve.errors import (
     EngineOverloadedError,
     InvariantError,
     PolicyError,
-    RequestError,
 )
 from aioserve.request import (
     CACHE_SECONDS,
@@ -428,21 +427,6 @@ class RequestTable:
         for request, key in keys.items():
             request.order_key = key
             self.line_up(request)
-
-    # What is refused.
-
-    def check_size(self, request: Request) -> None:
-        """Raises `RequestError` for a request that could not run alone, up to its bound."""
-        # The last token is never computed, so a request needs one slot less than its length.
-        most = request.max_total_tokens - 1
-        param = "max_tokens" if request.pooling_params is None else "prompt"
-        if most > self.kv_cache.num_slots:
-            raise RequestError(
-                f"prompt and output of up to {request.max_total_tokens} tokens do not fit the KV "
-                f"cache of {self.kv_cache.num_slots} tokens",
-                param=param,
-            )
-        self.kv_cache.accept(request)
 
     def check_queue(
         self, config: SchedulerConfig, num_tokens: int, num_arriving: int, arriving_tokens: int

@@ -39,7 +39,7 @@ from aioserve.scheduler import (
     load_policy,
 )
 from aioserve.scheduler.registry import make_options
-from aioserve.scheduler.table import Timers, check_size
+from aioserve.scheduler.table import Timers
 
 # Before it is imported: a library's warnings of a machine without a card say nothing here. A host
 # that has set a level has its say.
@@ -149,7 +149,7 @@ class VLLMScheduler(SchedulerInterface):
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         _check_request(request)
         request.bound_length(self._max_model_len)
-        check_size(request, self._kv_cache)
+        self._kv_cache.accept(request)
         self.check_queue(request.num_tokens, 0, 0)
         self._num_added += 1
         number = str(self._num_added)
