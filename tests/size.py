@@ -93,40 +93,10 @@ SLACK = 250
 #: The most that each scenario may load, but for `SLACK`. The aims: 110 modules and 18,000 lines,
 #: 180 and 28,000, 140 and 18,000, 25 and 4,000.
 LIMITS = {
-    # 40 lines more than before: errors say what chooses a card; engines close what renders chats.
-    # 40 more: a policy may set a simulated card's clock, and ranks decide in host memory.
-    # 90 more: clients keep prefixes for a time, each within a share, under every policy.
-    # 260 more: the runner's own executor, tokens that are drawn by the kernels, and a shorter way
-    # to pack decodes: they take from each step.
-    # 310 more: what a start keeps of the tokenizer, so that later ones do without `transformers`.
-    # One module more: tokens are chosen by a library of their own, which compiles in seconds.
-    "an embedded engine, one text prompt": Loaded(92, 23_470),
-    # 50 lines more than before: parsers of replies are where Python callers reach them as well.
-    # 170 lines more: chats in the words of other APIs, infilling, `thinking`, names by `*`.
-    # 30 more: a policy may set a simulated card's clock, and ranks decide in host memory.
-    # 190 more: `cache_control.ttl` at every place of a body; clients keep prefixes for a time.
-    # 10 more: 1e-3 is a number in YAML; a policy may count steps that it is not asked for.
-    # 260 more: the runner's own executor, tokens that are drawn by the kernels, packing of decodes.
-    # 340 more: what a start keeps of the tokenizer, so that later ones do without `transformers`.
-    # One module more: the choice of tokens.
-    "the server, one streamed chat completion": Loaded(140, 34_820),
-    # One module more than before: the seam of step times, so that cards are no part of the formula.
-    # 50 lines more: heads tell the error of predictions, reports fairness; `like: vllm` is a flag.
-    # 140 lines more: what a table of one's own is said to hold; `*` among the names of a model.
-    # 70 more: clocks that policies set, what they change and save.
-    # 140 more: clients keep prefixes for a time, in simulations as well.
-    # 70 more: a price is an argument of several commands, energy a measure of every run, and heads
-    # say what the host of a card was fitted to. 5 more: the depth that a step-time source states is
-    # looked at before a run. 5 more: tokenizers that were kept are asked for.
-    "compare fcfs chunked_prefill": Loaded(92, 24_530),
-    # 50 lines more than before: parameters check their types, `FinishedOutput` is in `outputs`, and
-    # errors say what chooses a card. 10 more: an image says how many vectors its encoder makes.
-    # 30 more: policies may set a simulated card's clock.
-    # 15 more: the hint by which clients keep prefixes.
-    # 5 more: a policy may count steps that it is not asked for. 15 more: a scheduler keeps no ended
-    # request but those whose clients ask for a lease. 10 more: what most rows and most ends of
-    # requests are takes a shorter way through a step.
-    "importing a policy": Loaded(17, 4_505),
+    "an embedded engine, one text prompt": Loaded(87, 22_360),
+    "the server, one streamed chat completion": Loaded(137, 33_110),
+    "compare fcfs chunked_prefill": Loaded(85, 23_330),
+    "importing a policy": Loaded(14, 3_580),
 }
 
 _TELL = """
