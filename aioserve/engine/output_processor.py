@@ -38,7 +38,7 @@ _lines = logging.getLogger("aioserve.engine.request_log")
 class RequestState(SampleState):
     """The state of a request whose reader wants text, in this process."""
 
-    __slots__ = ("detokenizer", "index", "is_final_only", "merged", "stops", "stream")
+    __slots__ = ("detokenizer", "index", "is_final_only", "is_plain", "merged", "stops", "stream")
 
     def __init__(
         self,
@@ -57,9 +57,18 @@ class RequestState(SampleState):
         self.detokenizer = detokenizer
         self.stops = _find_stops(params) if params.stop_strings else None
         self.is_final_only = params.output_kind == "final_only"
+        #: Neither may its text be held back, nor is there more to say with most of its tokens.
+        is_told = params.logprobs is not None or params.prompt_logprobs is not None
+        self.is_plain = self.stops is None and not self.is_final_only and not is_told
         self.merged: RequestOutput | None = None
 
     def deliver(self, output: EngineCoreOutput, now: float) -> FinishReason | None:
+        if self.is_plain and output.finish_reason is None:  # most tokens
+            text = self._append(output.new_token_ids, False)
+            if not self.stream.put_text(self.index, text):
+                new = NewTokens(output.new_token_ids, output.new_logprobs)
+                self.stream.put(self._output(output, new, text))
+            return None
         made = self.make_output(output)
         reason = made.finish_reason
         if reason is not None:
@@ -91,6 +100,16 @@ class RequestState(SampleState):
                 new = new.first(num_kept)
         else:
             text = self._append(new.token_ids, finish_reason is not None)
+        return self._output(output, new, text, finish_reason, stop_reason)
+
+    def _output(
+        self,
+        output: EngineCoreOutput,
+        new: NewTokens,
+        text: str,
+        finish_reason: FinishReason | None = None,
+        stop_reason: int | str | None = None,
+    ) -> RequestOutput:
         return RequestOutput(
             request_id=self.samples.request_id,
             index=self.index,

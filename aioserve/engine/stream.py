@@ -39,6 +39,7 @@ class RequestStream:
         self._num_unfinished = n
         self._pending: dict[int, RequestOutput] = {}  # at most one per sample: deltas are merged
         self._offer: Callable[[RequestOutput], bool] | None = None
+        self._text_takers: dict[int, Callable[[str], bool]] = {}  # by sample
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
@@ -51,6 +52,26 @@ class RequestStream:
         """
         self._offer = take
 
+    def offer_texts_to(self, index: int, take: Callable[[str], bool]) -> None:
+        """Offer what is text alone of a sample to `take`, before it is made into an output: most
+        tokens take this way. For the rest `offer_to` says what is offered, and what becomes of it.
+        """
+        self._text_takers[index] = take
+
+    def put_text(self, index: int, text: str) -> bool:
+        """Hand over the text, perhaps empty, of a delta that says no more and is not the last of
+        its sample. False: it was not taken, and is to be `put` as an output.
+        """
+        take = self._text_takers.get(index)
+        if take is None or self._pending:
+            return False
+        try:
+            return take(text)
+        except FAULTS:
+            del self._text_takers[index]
+            self._warn()
+            return False
+
     def put(self, output: RequestOutput) -> None:
         """Hand over the next delta of a sample. Never waits."""
         if self._offer is not None and not self._pending and output.finish_reason is None:
@@ -59,7 +80,7 @@ class RequestStream:
                     return
             except FAULTS:  # it must not end the delivery to others
                 self._offer = None  # one reader's trouble, which it will meet again by itself
-                logger.warning("%s: a delta is queued instead", self.request_id, exc_info=True)
+                self._warn()
         pending = self._pending.get(output.index)
         if pending is None:
             self._pending[output.index] = output
@@ -108,6 +129,9 @@ class RequestStream:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _warn(self) -> None:
+        logger.warning("%s: a delta is queued instead", self.request_id, exc_info=True)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

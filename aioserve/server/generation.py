@@ -85,11 +85,16 @@ class EventStream:
     Until then a failure can still be answered with a status code of its own.
     """
 
-    def __init__(self, request: web.Request, media_type: str = EVENTS) -> None:
+    def __init__(
+        self, request: web.Request, media_type: str = EVENTS, *, is_shared: bool = False
+    ) -> None:
+        """`is_shared`: several choices write in one turn of the loop; it leaves in one piece."""
         self._request = request
         self._headers = {"Content-Type": media_type, **_HEADERS}
         self._response: web.StreamResponse | None = None
         self._is_chunked = False  # it has begun, has not ended, and the client knows HTTP/1.1
+        self._is_shared = is_shared
+        self._held: list[bytes] = []  # chunks of this turn of the loop, if it is shared
 
     @property
     def started(self) -> bool:
@@ -113,6 +118,7 @@ class EventStream:
         if self._response is None:
             self._response = web.StreamResponse(headers=self._headers)
             await self._response.prepare(self._request)
+        self._let_go()
         await self._response.write(events)
         self._is_chunked = self._response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
 
@@ -121,9 +127,35 @@ class EventStream:
 
         The same bytes as `send`, without the five calls and two coroutines of aiohttp's way down.
         """
-        transport = self._request.protocol.transport
+        transport = self._request.transport
         if events and transport is not None:
-            transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+            write = self._hold if self._is_shared else transport.write
+            write(b"%x\r\n%b\r\n" % (len(events), events))
+
+    def text_writer(self, before: bytes, after: bytes) -> Callable[[str], bool] | None:
+        """Return what writes the event of a text at once, between what stands before it and after
+        it, or nothing for an empty one. It returns False, and writes nothing, while the stream has
+        no room. None: this stream has to `send`.
+
+        Most tokens leave by it, so all that stays the same is looked up here.
+        """
+        transport = self._request.transport
+        if transport is None or not self._is_chunked:
+            return None
+        is_closing, num_waiting = transport.is_closing, transport.get_write_buffer_size
+        write = self._hold if self._is_shared else transport.write
+        _, most_waiting = transport.get_write_buffer_limits()
+        encode, length = _encoder.encode, len(before) + len(after)
+
+        def take(text: str) -> bool:
+            if not self._is_chunked or is_closing() or num_waiting() > most_waiting:
+                return False
+            if text:
+                told = encode(text)
+                write(b"%x\r\n%b%b%b\r\n" % (length + len(told), before, told, after))
+            return True
+
+        return take
 
     async def end(self, events: bytes) -> web.StreamResponse:
         """Write the last events and close the stream."""
@@ -132,6 +164,18 @@ class EventStream:
         self._is_chunked = False
         await self._response.write_eof()
         return self._response
+
+    def _hold(self, chunk: bytes) -> None:
+        if not self._held:
+            asyncio.get_running_loop().call_soon(self._let_go)
+        self._held.append(chunk)
+
+    def _let_go(self) -> None:
+        """Write what is held; it is dropped where the client has gone."""
+        held, self._held = self._held, []
+        transport = self._request.transport
+        if held and transport is not None and not transport.is_closing():
+            transport.write(b"".join(held))
 
 
 logger = logging.getLogger(__name__)
@@ -193,6 +237,12 @@ class Answer(ABC):
         if not output.text:
             return b""
         return frame[0] + _encoder.encode(output.text) + frame[1]
+
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """Return what stands before and after the text of a delta of choice `index` that is text
+        alone; None before its first delta, or if its deltas say more.
+        """
+        return self._frames.get(index)
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         chunk = self.make_chunk(index, RequestOutput(request_id=self.id, text="\0"))
@@ -376,12 +426,13 @@ async def _stream(
     reply: Answer,
     leave: Leave,
 ) -> web.StreamResponse:
-    events, n = EventStream(request, reply.media_type), params.n
-    tally = Tally(streams)
+    n, tally = params.n, Tally(streams)
     num_live = len(streams) * n
+    events = EventStream(request, reply.media_type, is_shared=num_live > 1)
 
     async def pump(first_index: int, stream: RequestStream) -> None:
         nonlocal num_live
+        framed: set[int] = set()  # samples whose texts are written as they come
 
         def write(output: RequestOutput) -> bool:
             if not events.has_room:
@@ -403,6 +454,10 @@ async def _stream(
                     await leave()
             if chunk := await _told(reply.chunk, index, output, outputs=[output]):
                 await events.send(chunk)
+            if index not in framed and (frame := reply.frame(index)) is not None:
+                framed.add(index)
+                if (take := events.text_writer(*frame)) is not None:
+                    stream.offer_texts_to(output.index, take)
 
     try:
         await run_all([pump(i * n, stream) for i, stream in enumerate(streams)])

@@ -1,6 +1,7 @@
 """RequestStream: one reader, bounded memory, a defined end."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -137,5 +138,52 @@ async def test_an_offer_that_raises_is_made_once_and_loses_nothing(
     assert (await anext(stream)).text == "a"
     stream.put(delta("b"))
     assert (await anext(stream)).text == "b"
+    assert offers == ["a"]
+    assert "planted" in caplog.text
+
+
+async def test_a_text_is_taken_unless_an_earlier_delta_is_pending() -> None:
+    stream = RequestStream("r", 2, abort=lambda: None)
+    told: list[tuple[int, str]] = []
+    has_room = True
+
+    def taker(index: int) -> Callable[[str], bool]:
+        def take(text: str) -> bool:
+            if has_room:
+                told.append((index, text))
+            return has_room
+
+        return take
+
+    assert not stream.put_text(0, "a")  # nobody asked for it
+    for index in (0, 1):
+        stream.offer_texts_to(index, taker(index))
+    assert stream.put_text(0, "a")
+    assert stream.put_text(1, "b")
+    has_room = False
+    assert not stream.put_text(0, "c")
+    stream.put(delta("c"))
+    has_room = True
+    assert not stream.put_text(0, "d")  # not before what is pending
+    stream.put(delta("d"))
+    assert (await anext(stream)).text == "cd"
+    assert stream.put_text(0, "e")
+    assert told == [(0, "a"), (1, "b"), (0, "e")]
+
+
+@pytest.mark.parametrize("error", [ValueError("planted"), asyncio.CancelledError("planted")])
+async def test_a_text_whose_taker_raises_is_queued_with_all_after_it(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    offers: list[str] = []
+
+    def take(text: str) -> bool:
+        offers.append(text)
+        raise error
+
+    stream = RequestStream("r", 1, abort=lambda: None)
+    stream.offer_texts_to(0, take)
+    assert not stream.put_text(0, "a")
+    assert not stream.put_text(0, "b")
     assert offers == ["a"]
     assert "planted" in caplog.text

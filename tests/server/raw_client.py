@@ -62,6 +62,7 @@ async def fail_what_runs(server, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if what the only reader gets had raised, when it has streamed for a while."""
     await until(server, lambda gauges: gauges["num_requests_running"] == 1)
     await asyncio.sleep(0.05)
+    monkeypatch.setattr(RequestStream, "put_text", lambda stream, index, text: False)
     monkeypatch.setattr(
         RequestStream, "put", lambda stream, output: stream.fail(ValueError("secret"))
     )

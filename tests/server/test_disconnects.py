@@ -91,6 +91,7 @@ async def test_leaving_between_two_choices_is_no_news(server, n, monkeypatch, ca
 
     monkeypatch.setattr(EventStream, "send", send_some)
     monkeypatch.setattr(EventStream, "has_room", False)
+    monkeypatch.setattr(EventStream, "text_writer", lambda *_: None)
     client = await RawClient.post(server, prompt="Hello", n=n, stream=True, **ENDLESS)
     async with asyncio.timeout(PATIENCE):
         await client.reader.read()

@@ -5,7 +5,9 @@ import json
 
 import msgspec
 import pytest
-from aiohttp import web
+from aiohttp import HttpVersion, web
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http import StreamWriter
 from aiohttp.test_utils import make_mocked_request
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ from aioserve.params import SamplingParams
 from aioserve.server.chat.protocol import ChatCompletionChunk, ChatCompletionRequest
 from aioserve.server.chat.routes import ChatReply
 from aioserve.server.completions import CompletionReply
-from aioserve.server.generation import Reply
+from aioserve.server.generation import EventStream, Reply
 from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts, best_outputs
 from aioserve.server.protocol import Completion, CompletionRequest, StreamOptions
 from aioserve.server.running import CHAT_FORMAT
@@ -128,6 +130,125 @@ async def test_a_stream_is_framed_as_the_clients_http_version_says(server, versi
     assert (done, end) == (b"data: [DONE]", b"")
     text = "".join(json.loads(event[6:])["choices"][0]["text"] for event in events)
     assert text == whole["choices"][0]["text"]
+
+
+class Pipe(asyncio.Transport):
+    """The end of a connection whose client reads nothing: what is written stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+        self.is_closed = False
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_write_buffer_size(self) -> int:
+        return sum(map(len, self.writes))
+
+    def get_write_buffer_limits(self) -> tuple[int, int]:
+        return 100, 400
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(data)
+
+
+class Connection(BaseProtocol):
+    """A connection with the attributes that a request looks at."""
+
+    writer: StreamWriter  # which `make_mocked_request` sets
+    peername = sockname = ssl_context = None
+
+
+async def begun(*, is_shared: bool = False, version: int = 1) -> tuple[EventStream, Pipe]:
+    """Return a stream whose first event was sent, and the pipe, which is empty."""
+    pipe = Pipe()
+    protocol = Connection(asyncio.get_running_loop())
+    writer = StreamWriter(protocol, asyncio.get_running_loop())
+    request = make_mocked_request(
+        *("POST", "/"),
+        version=HttpVersion(1, version),
+        transport=pipe,
+        protocol=protocol,
+        writer=writer,
+    )
+    stream = EventStream(request, is_shared=is_shared)
+    assert stream.text_writer(b"", b"") is None  # no client knows yet how it is framed
+    await stream.send(b"data: 1\n\n")
+    pipe.writes.clear()
+    return stream, pipe
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), st.integers(0, 9))
+@pytest.mark.parametrize("chat", [False, True])
+async def test_a_text_writer_writes_the_chunk_byte_for_byte(chat, text, index):
+    reply = make_reply(chat)
+    assert reply.frame(index) is None
+    reply.chunk(index, delta("first"))
+    stream, pipe = await begun()
+    take = stream.text_writer(*reply.frame(index))
+    assert take("")  # it is held back: nothing is said of it
+    assert pipe.writes == []
+    assert take(text)
+    assert len(pipe.writes) == 1
+    assert unchunked(pipe.writes[0] + b"0\r\n\r\n") == reply.make_chunk(index, delta(text))
+
+
+async def test_a_text_writer_stops_at_a_full_socket_and_behind_the_end():
+    stream, pipe = await begun()
+    take = stream.text_writer(b"data: ", b"\n\n")
+    while take("x" * 99):
+        assert len(pipe.writes) < 9
+    assert 400 < pipe.get_write_buffer_size() < 520
+    pipe.writes.clear()  # the client has read
+    assert take("x")
+    pipe.is_closed = True
+    assert not take("x")
+    pipe.is_closed = False
+    await stream.end(b"data: [DONE]\n\n")
+    pipe.writes.clear()
+    assert not take("x")
+    assert pipe.writes == []
+    stream, _ = await begun(version=0)  # without chunks
+    assert stream.text_writer(b"", b"") is None
+
+
+async def test_a_shared_stream_leaves_in_one_write_a_turn_and_in_order():
+    stream, pipe = await begun(is_shared=True)
+    takers = [stream.text_writer(b"data: %d" % i, b"\n\n") for i in range(3)]
+    for text in ("a", "b"):
+        assert all(take(text) for take in takers)
+    stream.write(b"data: 3\n\n")
+    assert pipe.writes == []
+    await asyncio.sleep(0)
+    events = [b'data: %d"%b"\n\n' % (i, text) for text in (b"a", b"b") for i in range(3)]
+    assert len(pipe.writes) == 1
+    assert unchunked(pipe.writes[0] + b"0\r\n\r\n") == b"".join([*events, b"data: 3\n\n"])
+    pipe.writes.clear()
+    assert takers[0]("c")
+    await stream.end(b"data: [DONE]\n\n")  # behind what is held
+    assert unchunked(b"".join(pipe.writes)) == b'data: 0"c"\n\ndata: [DONE]\n\n'
+    pipe.writes.clear()
+    await asyncio.sleep(0)
+    assert pipe.writes == []
+
+
+async def test_choices_of_one_response_leave_in_one_write_a_step(server, monkeypatch):
+    writes = []
+    let_go = EventStream._let_go
+
+    def noted(stream: EventStream) -> None:
+        writes.append(len(stream._held))
+        let_go(stream)
+
+    monkeypatch.setattr(EventStream, "_let_go", noted)
+    whole = (await server.complete("Hi", n=4, max_tokens=40, ignore_eos=True, seed=1)).json()
+    answer = await server.complete("Hi", n=4, max_tokens=40, ignore_eos=True, seed=1, stream=True)
+    texts = ["", "", "", ""]
+    for event in answer.events():
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert texts == [choice["text"] for choice in whole["choices"]]
+    assert writes.count(4) > 20
 
 
 def unchunked(data: bytes) -> bytes:

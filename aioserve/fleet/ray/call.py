@@ -148,6 +148,10 @@ class Call(RequestStream):
 
     # What the delivery tells, of each sample.
 
+    def put_text(self, index: int, text: str) -> bool:
+        """Pass a text on to the reader, who has taken the first output before."""
+        return self._stream.put_text(index, text)
+
     def put(self, output: RequestOutput) -> None:
         """Pass an output on to the reader."""
         if not self._is_told:
