@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import math
 import os
+import resource
 import signal
 import socket
 import statistics
@@ -408,6 +409,26 @@ def cpu_seconds(pid: int) -> float:
     """User and system time of a process so far; 0 of one that has ended."""
     fields = _stat(Path(f"/proc/{pid}/stat"))
     return (int(fields[11]) + int(fields[12])) / _TICK if fields else 0.0
+
+
+def main_thread_seconds(pid: int) -> float:
+    """User and system time of a process's first thread so far; 0 of one that has ended."""
+    fields = _stat(Path(f"/proc/{pid}/task/{pid}/stat"))
+    return (int(fields[11]) + int(fields[12])) / _TICK if fields else 0.0
+
+
+def process_title(pid: int) -> str:
+    """The command line of a process, or the title that it has given itself."""
+    return _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
+
+
+def raise_descriptors(least: int) -> None:
+    """Allow this process and those that it starts as many open files. Raises `ValueError` where the
+    system does not.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < least:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, max(hard, least)))
 
 
 def resident_mib(pids: set[int]) -> float:

@@ -1,4 +1,4 @@
-"""What stands around a step costs: the runner's part, the KV blocks, the decision log, handover.
+"""What stands around a step costs: the runner's part, KV blocks, decision log, handover, front end.
 
     python benchmarks/step_costs.py runner [--running 1 16 64] [--case model batch]
     python benchmarks/step_costs.py blocks           # by age, and by ranks that a policy states
@@ -7,6 +7,7 @@
     python benchmarks/step_costs.py between 135m     # or 0.6b, 2m, or a model directory
     python benchmarks/step_costs.py handover         # a call to a thread, and back
     python benchmarks/step_costs.py sampling         # how tokens are drawn
+    python benchmarks/step_costs.py front            # from a token to a socket, at many streams
 
 `runner`: decodes of one to many rows, on one thread. `model`: whole steps of the embedded model.
 `batch`: the same steps with logits that are ready, so that the batch, its parts and the sampler are
@@ -41,12 +42,22 @@ time of the process.
 `sampling`: the choice of tokens from logits that are ready, by torch and numpy alone and by the
 compiled library, in turns on one thread, with a look at whether the tokens are the same. Rows are
 of normal numbers of deviation 2. Medians of CPU time. The last line is JSON.
+
+`front`: microseconds of CPU time per streamed token of a whole server, all its processes together,
+beside vLLM's. All serve the embedded model, of which a step takes so little that the front end
+counts, and stream to many clients at once, each on a connection of its own. *front* is the part of
+aioserve's event loop, which schedules as well, and its workers; of vLLM it is all processes but the
+engine core, which schedules. *request* is what the front end takes once for each request, in
+microseconds: connection, prompt, first token and end, by a turn of short answers, which is not in
+the other numbers. `--rust` is the program of vLLM's front end in Rust, which its wheel for CPUs
+lacks. Servers take turns, one at a time; medians of the rounds, and ratios to the first server.
 """
 
 import asyncio
 import gc
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict, deque
@@ -56,7 +67,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import against
-from harness import Args, Opt, Program, Table
+from harness import (
+    Args,
+    Opt,
+    Program,
+    Server,
+    Table,
+    cpu_seconds,
+    main_thread_seconds,
+    medians,
+    process_title,
+    raise_descriptors,
+    ratio,
+    send_streams,
+    serving,
+    tree,
+    turns,
+)
 
 from aioserve.config import SchedulerConfig
 from aioserve.kv_cache import KVCacheManager
@@ -610,6 +637,104 @@ def sampling(args: Args) -> dict[str, Any]:
     for way in WAYS:
         for rows in args.rows:
             table.add(measure_sampling(way, rows, args))
+    return {"rows": table.rows}
+
+
+# From a token to a socket.
+
+
+SHORT = 4  # tokens of the answers that stand for what comes once
+US_A_TOKEN = "us a token"
+
+
+def front_servers(streams: int, args: Args) -> dict[str, dict[str, Any]]:
+    """How each server is started."""
+    from build_peers import vllm
+
+    from aioserve.config import ModelConfig
+    from aioserve.model_source.info import find_model
+
+    seats = ["--max-num-seqs", str(streams)]
+    found: dict[str, dict[str, Any]] = {}
+    for workers in args.workers:
+        name = f"aioserve, {workers} workers" if workers else "aioserve"
+        words = [sys.executable, "-m", "aioserve", "--port", "{port}", "--log-level", "warning"]
+        words += ["--api-workers", str(workers), *args.serve.split()]
+        found[name] = {"program": [*words, *seats]}
+    peer = vllm()
+    if peer.missing:
+        print(f"vLLM is left out: {peer.missing}", file=sys.stderr)
+        return found
+    model = str(find_model(ModelConfig()).path)
+    words = [peer.words[0], "serve", model, "--port", "{port}", "--dtype", "bfloat16", *seats]
+    words += ["--max-model-len", "1024", "--max-num-batched-tokens", "2048"]
+    options = {**peer.options, "program": words, "patience": 1800.0}
+    options["env"]["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    found["vLLM, Python"] = options
+    if args.rust:
+        rust = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": args.rust}
+        found["vLLM, Rust"] = {**options, "env": {**options["env"], **rust}}
+    return found
+
+
+def front_seconds(pid: int) -> tuple[float, float]:
+    """Processor time so far: of all processes of a server, and of its front end."""
+    spent = {each: cpu_seconds(each) for each in tree(pid)}
+    cores = [each for each in spent if "EngineCore" in process_title(each)]
+    if cores:
+        engine = {each for core in cores for each in tree(core)}
+        return sum(spent.values()), sum(spent[each] for each in spent.keys() - engine)
+    others = sum(spent.values()) - spent[pid]  # workers in front of the engine
+    return sum(spent.values()), main_thread_seconds(pid) + others
+
+
+def measure_front(server: Server, streams: int, tokens: int) -> dict[str, float]:
+    """Microseconds of CPU time: of a token, of its front end, and of a request."""
+
+    def spend(count: int) -> list[float]:
+        before = *front_seconds(server.pid), time.perf_counter()
+        asyncio.run(send_streams(server.url, streams, count))
+        now = *front_seconds(server.pid), time.perf_counter()
+        return [b - a for a, b in zip(before, now, strict=True)]
+
+    short, long = spend(SHORT), spend(SHORT + tokens)
+    whole, front, seconds = (b - a for a, b in zip(short, long, strict=True))
+    us = 1e6 / (streams * tokens)
+    return {
+        US_A_TOKEN: us * whole,
+        "front": us * front,
+        "request": 1e6 * (short[1] - SHORT * front / tokens) / streams,
+        "tokens/s": streams * tokens / seconds,
+    }
+
+
+@program.command(
+    "front",
+    streams=[256, 1000],
+    tokens=Opt(300, "of each stream"),
+    workers=Opt([0], "API workers in front of the engine, for a row each"),
+    serve=Opt("", "more words for aioserve's command line"),
+    rust=Opt("", "vLLM's front end in Rust, a program"),
+    rounds=3,
+)
+def front(args: Args) -> dict[str, Any]:
+    """CPU time of a token in a whole server, at many streams."""
+    raise_descriptors(2 * max(args.streams) + 256)
+    numbers = dict.fromkeys((US_A_TOKEN, "front", "request"), ">12.1f")
+    rates = {"tokens/s": ">10,.0f", "ratio": ">8.2f"}
+    table = Table({"streams": "<9d", "server": "<22", **numbers, **rates})
+    for streams in args.streams:
+        rows: dict[str, list[dict[str, float]]] = defaultdict(list)
+        known = front_servers(streams, args)
+        for _, name in turns(list(known), args.rounds):
+            with serving(**known[name]) as server:
+                asyncio.run(send_streams(server.url, streams, SHORT))
+                rows[name].append(measure_front(server, streams, args.tokens))
+        costs = {name: [row[US_A_TOKEN] for row in found] for name, found in rows.items()}
+        first = next(iter(costs.values()))
+        for name, found in rows.items():
+            told = {**medians(found), "ratio": ratio(costs[name], first)}
+            table.add({"streams": streams, "server": name, **told})
     return {"rows": table.rows}
 
 
