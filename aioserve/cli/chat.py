@@ -16,7 +16,7 @@ import threading
 import time
 import unicodedata
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -42,16 +42,22 @@ def keeping_keys() -> Iterator[None]:
 
     Between two lines readline puts the terminal back into the mode that it found. In the usual one
     the kernel collects whole lines, and takes a Ctrl-D for itself: typed while a reply streams, it
-    would reach nothing. Where there is no terminal of that kind, nothing is changed.
+    would reach nothing. Nor may a Ctrl-C throw away what was typed before it, as it usually does:
+    readline, told that there is a key, would wait for the next one, and hear no signal until then.
+    `discard_keys` throws it away instead. Where there is no terminal of that kind, nothing is
+    changed.
     """
     try:
         import termios
-
-        before = termios.tcgetattr(sys.stdin)
-    except (ImportError, OSError, ValueError, termios.error):
+    except ImportError:
         yield
         return
-    by_key = [*before[:3], before[3] & ~termios.ICANON, *before[4:]]
+    try:
+        before = termios.tcgetattr(sys.stdin)
+    except (OSError, ValueError, termios.error):
+        yield
+        return
+    by_key = [*before[:3], before[3] & ~termios.ICANON | termios.NOFLSH, *before[4:]]
     by_key[6] = list(before[6])
     by_key[6][termios.VMIN], by_key[6][termios.VTIME] = 1, 0
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, by_key)
@@ -59,6 +65,18 @@ def keeping_keys() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def discard_keys() -> None:
+    """Throw away what was typed and not read yet; nothing where there is no terminal of that
+    kind.
+    """
+    try:
+        import termios
+    except ImportError:
+        return
+    with suppress(OSError, ValueError, termios.error):
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)
 
 
 @contextmanager
@@ -643,6 +661,7 @@ class _Chat:
                 num_interrupts += 1
                 if not self._is_terminal:
                     raise
+                discard_keys()
                 if num_interrupts == 2:
                     return 0
                 _note("Ctrl-C again leaves")

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import termios
 import urllib.request
 from asyncio.subprocess import PIPE
 from collections.abc import Iterator
@@ -103,6 +104,7 @@ def test_ctrl_c_stops_a_reply_and_the_second_one_leaves(url: str) -> None:
         terminal.type("Hello\n")
         until(lambda: num_running(url) == 1, "the reply has begun")
         terminal.wait(r"Hello\r\n[^\r]+")
+        terminal.type("typed early, and gone with the reply")
         terminal.type("\x03")
         terminal.wait(r"\[Ctrl-C again leaves\]\r\n> ")
         until(lambda: num_running(url) == 0, "the server has stopped it as well")
@@ -147,6 +149,8 @@ def test_the_terminal_is_left_as_it_was_found(url: str) -> None:
         before = terminal.modes()
         terminal.wait("> ")
         assert terminal.modes() != before
+        # else a Ctrl-C takes a key away of which readline was told, and for which it waits then
+        assert terminal.modes()[3] & termios.NOFLSH
         terminal.type("/quit\n")
         assert process.wait(timeout=PATIENCE) == 0
         assert terminal.modes() == before
