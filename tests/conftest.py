@@ -22,7 +22,14 @@ import pytest
 import uvloop
 from hypothesis import settings
 
-from tests.slow import is_left_out, leave_out, left_out, mark_twins_of_depth_one, remember
+from tests.slow import (
+    is_left_out,
+    leave_out,
+    leave_out_cases,
+    left_out,
+    mark_twins_of_depth_one,
+    remember,
+)
 
 # What is asserted beside the tests tells its values as well.
 pytest.register_assert_rewrite("tests.policies", "tests.runner", "tests.server")
@@ -55,6 +62,15 @@ settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
 
+#: Files and folders with tests of many seconds. They come first: at the end of a run in several
+#: workers there are short ones, and no worker waits for another.
+LONG = (
+    *("tests/benchmarks/test_card.py", "tests/faults/", "tests/fuzz/", "tests/matrix/"),
+    *("tests/lab/certificates/", "tests/lab/evaluate/", "tests/lab/evolve/"),
+    *("tests/server/test_hangs.py", "tests/test_"),
+)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     remember(config)
 
@@ -64,10 +80,16 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, obj: Any) -> list[pyt
     return [] if is_left_out(obj, left_out(collector.config)) else None
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    leave_out_cases(metafunc)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     mark_twins_of_depth_one(items)
     leave_out(items, config)
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 def pytest_collection() -> None:
@@ -76,12 +98,11 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: to look at them again takes a full collection half a
-    second, and runners that give their weights back make one each. So no runner thaws them, and
+    """Modules and tests stay to the end: to look at them, even once, takes half a second, and
+    runners that give their weights back make a full collection each. So no runner thaws them, and
     no server freezes what a test has made: tests/engine/test_control.py asks another process what
     that does. Young objects are looked at once there are many: most are gone by then.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()

@@ -94,6 +94,15 @@ def is_left_out(test: Any, markers: set[str]) -> bool:
     return isinstance(marks, list) and any(mark.name in markers for mark in marks)
 
 
+def leave_out_cases(metafunc: pytest.Metafunc) -> None:
+    """Drop the cases that -m leaves out before a test is made of each; of none at all pytest would
+    make a test without values, so one stays, which is dropped later.
+    """
+    markers, cases = left_out(metafunc.config), metafunc._calls
+    kept = [case for case in cases if all(mark.name not in markers for mark in case.marks)]
+    metafunc._calls = kept or cases[:1]
+
+
 def leave_out(items: list[pytest.Item], config: pytest.Config) -> None:
     """Drop the tests that -m leaves out, which pytest would do after it has put all in order."""
     markers = left_out(config)

@@ -14,12 +14,13 @@ from aioserve.params import SamplingParams
 from tests.fuzz.bounded import MOST_STILL, Stops
 from tests.fuzz.harness import CORPUS, HangError, Runner, Target, bounded
 from tests.fuzz.targets import TARGETS
+from tests.slow import examples
 
-# Cases beside the corpus and the good ones: what some seconds in all are enough for.
+# Cases beside the corpus and the good ones, in `make test` a third of them: some seconds in all.
 NUM_CASES = {
-    **{"http": 30, "client": 60, "configs": 60, "models": 8, "starts": 8, "gguf": 40},
-    **{"adapters": 30, "grammars": 40, "templates": 15, "logs": 40, "blocks": 20},
-    **{"regexes": 4, "schemas": 4, "larks": 4, "stops": 2},
+    **{"http": 30, "client": 60, "configs": 60, "models": 9, "starts": 9, "gguf": 42},
+    **{"adapters": 30, "grammars": 42, "templates": 15, "logs": 42, "blocks": 21},
+    **{"regexes": 3, "schemas": 3, "larks": 3, "stops": 3},
 }
 
 
@@ -29,7 +30,7 @@ def test_what_cannot_be_read_is_refused_in_a_line(name: str, tmp_path: Path) -> 
     target = TARGETS[name](tmp_path)
     try:
         runner = Runner(target, seed=0)
-        num_cases = runner.num_given + NUM_CASES[name]
+        num_cases = runner.num_given + NUM_CASES[name] // examples(3, slow=1)
         findings = [runner.run(case) for case in islice(runner.cases(), num_cases)]
     finally:
         target.close()

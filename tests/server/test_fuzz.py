@@ -52,7 +52,7 @@ CONTROLS = {
     f"/admin/{name}"
     for name in ("policy", "try_policy", "pause", "resume", "sleep", "wake", "reload", "shadow")
 } | {"/admin/log_level"}
-THIN = 90  # one body in so many of a field, of routes with large bodies; all in the slow test
+THIN = 180  # one body in so many of a field, of routes with large bodies; all in the slow test
 FEW = ("/v1/chat/completions", "/v1/embeddings", "/admin/pause")  # of the routes in `make test`
 LARGE = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
 

@@ -43,6 +43,7 @@ from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.fake_flashinfer import FakeFlashInfer
 from tests.runner.cuda.on_device import make_device_runner
 from tests.runner.driver import Driver, make_config
+from tests.slow import mostly_slow
 
 LATENTS: dict[str, Any] = {"kv_lora_rank": 128}  # the least that there are kernels for
 #: By what is special about them: a model, and how wide its heads are stored, K and V.
@@ -147,7 +148,11 @@ def check_tokens(served: Served, path: Path, num_tokens: int = 6) -> None:
         assert reply == reference.tokens(prompt, num_tokens)
 
 
-@pytest.mark.parametrize("name", KINDS)
+#: In `make test`: each kind of head or state once.
+FEW = ("heads of 80", "heads of 192 and 128", "sinks beside windows", "latents, 6 heads")
+
+
+@pytest.mark.parametrize("name", mostly_slow(KINDS, but=FEW))
 def test_every_kind_of_layer_gives_the_tokens_of_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

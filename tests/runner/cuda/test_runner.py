@@ -655,7 +655,7 @@ async def test_nothing_of_a_failed_reload_is_left_when_the_old_weights_are_loade
         assert told_tokens(await serve(engine, seed=3)) == before
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("pooling", mostly_slow(["mean", "last"], but=["mean"]))
 async def test_vectors_of_prompts_are_those_of_the_cpu(
     pooling: Any, served_path: Callable[..., Path]
 ) -> None:
