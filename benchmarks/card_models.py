@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import aioserve
@@ -29,9 +30,11 @@ from aioserve.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from aioserve.engine.prompt import Encoded
 from aioserve.features.spec_decode.draft_length import DraftLength, ModelDraftLength
 from aioserve.outputs import SchedulerStats, TokenLogprobs
 from aioserve.params import StructuredOutputs
+from aioserve.request import EncoderInput
 from aioserve.runner.interface import RunnerInterface
 
 PAGE_SIZE = 16
@@ -67,6 +70,12 @@ class Ask(NamedTuple):
     prompt: list[int]
     params: SamplingParams
     adapter: str = ""
+    images: Sequence[EncoderInput] = ()
+
+    def and_then(self, token_ids: Sequence[int]) -> list[int] | Encoded:
+        """Return the prompt with more tokens behind it, as an engine takes it."""
+        together = [*self.prompt, *token_ids]
+        return Encoded(together, self.images) if self.images else together
 
 
 class Reply(NamedTuple):
@@ -90,6 +99,8 @@ class Case(NamedTuple):
     speculation: SpeculationConfig = SpeculationConfig()
     has_tokenizer: bool = False
     num_kv_blocks: int = 18  # too few for the requests that run at a time
+    #: Of a seeing model: what its encoder reads of a random image, whose tokens are so many.
+    image: Callable[[np.random.Generator], tuple[int, dict[str, np.ndarray]]] | None = None
 
 
 LLAMA: dict[str, Any] = {
@@ -131,6 +142,75 @@ GUESSED: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "prompt_logprobs": 1},
 )
 NGRAM = SpeculationConfig(speculative_method="ngram", prompt_lookup_min=2)
+
+IMAGE_TOKEN = 500
+#: M-RoPE, and rows of images that are added behind the first layers.
+QWEN_VL: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "text_config": {name: own for name, own in LLAMA.items() if name != "model_type"}
+    | {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [24, 20, 20],
+        }
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "patch_size": 4,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+        "out_hidden_size": LLAMA["hidden_size"],
+        "initializer_range": 0.1,
+    },
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": IMAGE_TOKEN + 1,
+    "vision_start_token_id": IMAGE_TOKEN + 2,
+    "vision_end_token_id": IMAGE_TOKEN + 3,
+    "tie_word_embeddings": False,
+}
+#: Tokens of an image see each other, which no kernel does.
+GEMMA_3: dict[str, Any] = {
+    "model_type": "gemma3",
+    "text_config": {name: own for name, own in LLAMA.items() if name != "model_type"}
+    | {
+        "head_dim": 256,
+        "num_attention_heads": 2,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": WINDOW,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "vision_config": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 32,
+        "patch_size": 4,
+    },
+    "mm_tokens_per_image": 16,
+    "image_token_index": IMAGE_TOKEN,
+    "boi_token_index": IMAGE_TOKEN + 1,
+    "eoi_token_index": IMAGE_TOKEN + 2,
+}
+
+
+def qwen_image(random: np.random.Generator) -> tuple[int, dict[str, np.ndarray]]:
+    """Return an image of 2 to 12 tokens, each of four patches of 4 x 4 pixels."""
+    height, width = 2 * int(random.integers(1, 4)), 2 * int(random.integers(2, 5))
+    pixels = random.standard_normal((height * width, 3 * 2 * 4 * 4), dtype=np.float32)
+    grid = np.array([[1, height, width]])
+    return height * width // 4, {"pixel_values": pixels, "image_grid_thw": grid}
+
+
+def gemma_image(random: np.random.Generator) -> tuple[int, dict[str, np.ndarray]]:
+    """Return an image of 32 x 32 pixels."""
+    return 16, {"pixel_values": random.standard_normal((1, 3, 32, 32), dtype=np.float32)}
+
 
 #: Where their attention is no other than that of `card_stages.KINDS`, kernels are packed for it.
 CASES = (
@@ -177,6 +257,7 @@ CASES = (
     Case("grammars", LLAMA | {"vocab_size": 2048}, MASKED, has_tokenizer=True, num_kv_blocks=10),
     # Of so few tokens, drafts that know nothing are often right.
     Case("n-gram drafts", LLAMA | {"vocab_size": ALL_ARE_SCORED}, GUESSED, speculation=NGRAM),
+    Case("images", QWEN_VL, image=qwen_image),
 )
 
 #: What pytest asks besides.
@@ -218,23 +299,29 @@ MORE_CASES = (
         LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
         bounds=ROUTED,
     ),
+    Case(
+        "images whose tokens see each other, also in windows",
+        GEMMA_3,
+        image=gemma_image,
+    ),
 )
 
 
 def make_model(case: Case, path: Path) -> Path:
     """Write the model of a case to `path`, in bfloat16, and return `path`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
     fields = dict(case.fields)
-    made = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(fields.pop("model_type"), **fields)
-    )
+    kind: Any = AutoModelForCausalLM if case.image is None else AutoModelForImageTextToText
+    made = kind.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
     for name, parameter in made.named_parameters():
         # With small norms behind each layer, the tied embedding would repeat each input token.
         if case.fields["model_type"].startswith("gemma") and "layernorm" in name:
             if "post" in name:
                 torch.nn.init.constant_(parameter, 3.0)
+        if "mm_input_projection" in name:  # else images are zeros
+            torch.nn.init.normal_(parameter)
     made.bfloat16().save_pretrained(path)
     if case.has_tokenizer:
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -280,16 +367,30 @@ def make_asks(
     longest: int = 90,
     num_tokens: int = 24,
     vocab_size: int = VOCAB_SIZE,
+    case: Case | None = None,
 ) -> list[Ask]:
-    """Return requests of random prompts of 1 to `longest` tokens, which ask for `ways` in turn."""
-    rng = random.Random(1)
+    """Return requests of random prompts of 1 to `longest` tokens, which ask for `ways` in turn. Two
+    of three have images, if the model of a `case` sees.
+    """
+    rng, noise = random.Random(1), np.random.default_rng(1)
     asks = []
     for index in range(count):
         prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))]
         way = ways[index % len(ways)]
         is_free = "structured_outputs" not in way
         given = {"max_tokens": num_tokens, "seed": index, "logprobs": 0, "ignore_eos": is_free}
-        asks.append(Ask(prompt, SamplingParams(**{**given, "detokenize": not is_free, **way})))
+        params = SamplingParams(**{**given, "detokenize": not is_free, **way})
+        images: list[EncoderInput] = []
+        if case is not None and case.image is not None:
+            for number in range(index % 3):
+                size, arrays = case.image(noise)
+                begin = len(prompt) + 1
+                prompt += [7, *[IMAGE_TOKEN] * size, 8]
+                is_whole = case.fields["model_type"] == "gemma3"
+                name = f"image {number} of {index}"
+                images.append(EncoderInput(begin, size, name, arrays, is_whole))
+            prompt += prompt[:5]
+        asks.append(Ask(prompt, params, images=images))
     return asks
 
 
@@ -302,7 +403,8 @@ def examine(
     """Serve a case by `make_runner` and have the CPU score it. Raises `WrongNumbersError`."""
     path = make_model(case, folder / "model")
     config = make_settings(path, case)
-    asks = make_asks(case.ways, max(12, 3 * len(case.ways)), vocab_size=case.fields["vocab_size"])
+    vocab_size = case.fields.get("vocab_size", VOCAB_SIZE)
+    asks = make_asks(case.ways, max(12, 3 * len(case.ways)), vocab_size=vocab_size, case=case)
     with every_draft_pays():
         replies, stats = asyncio.run(serve(config, make_runner(config), asks))
     check_stats(config, stats)
@@ -333,7 +435,7 @@ async def serve(
             entries: list[TokenLogprobs] = []
             of_prompt: list[float] = []
             text = ""
-            stream = engine.generate(ask.prompt, ask.params, adapter=ask.adapter)
+            stream = engine.generate(ask.and_then(()), ask.params, adapter=ask.adapter)
             async for output in stream:
                 token_ids += output.token_ids
                 entries += output.logprobs or ()
@@ -355,7 +457,7 @@ async def score(
     async with AsyncEngine(config, runner=runner) as engine:
 
         async def one(reply: Reply) -> list[TokenLogprobs]:
-            async for output in engine.generate([*reply.ask.prompt, *reply.token_ids], params):
+            async for output in engine.generate(reply.ask.and_then(reply.token_ids), params):
                 if output.prompt_logprobs:
                     return [entry for entry in output.prompt_logprobs if entry is not None]
             raise WrongNumbersError("a request got no log probabilities of its prompt")

@@ -46,6 +46,9 @@ class IdleDevice(Device):
     def attach(self) -> None:
         pass
 
+    def lend(self) -> None:
+        pass
+
     def host_buffer(self, size: int) -> IdleBuffer:
         return IdleBuffer(size)
 

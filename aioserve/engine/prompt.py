@@ -119,10 +119,7 @@ NO_IMAGES = "this model reads no images, it is one for text"
 NO_VIDEOS = "this model reads no videos"
 
 
-NOT_READ = (
-    "this engine reads no images, though its model does: they are served on a CPU, and from "
-    "unquantized files"
-)
+NOT_READ = "this engine reads no images, though its model does: that needs unquantized files"
 
 
 class Encoded(NamedTuple):

@@ -338,7 +338,7 @@ def load_model(
     if num_seen:
         with quiet_transformers(), together(place.ranks):
             text, encoder = MODEL_PARTS["text and encoder"](
-                info, named_dtype(config.dtype), rounding, place.ranks
+                info, named_dtype(config.dtype), rounding, place
             )
         num_mrope = num_seen if encoder.has_axes else 0
         quantized = QuantizedLoad.of(text)
@@ -347,8 +347,7 @@ def load_model(
         return model
     if type(info.whole_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and family_of(info) is not None:
         raise ConfigError(
-            f"{info.config.model} is a model that sees, which is served on a CPU, from unquantized "
-            "files: runner.device"
+            f"{info.config.model} is a model that sees, which needs unquantized files"
         )
     is_converted = place.ranks is None or rounding is not None or info.source.is_quantized
     load = partial(

@@ -41,7 +41,8 @@ from safetensors.torch import load_file, save_file
 
 from aioserve.config import SpeculationConfig
 from aioserve.errors import GrammarLimitError
-from aioserve.gpu.cuda import flashinfer_attention
+from aioserve.gpu.cuda import executor, flashinfer_attention
+from aioserve.gpu.cuda.attention import SeenAhead
 from aioserve.gpu.cuda.executor import DecodeGraphs
 from aioserve.gpu.cuda.sampler import DeviceMasks, DeviceSampler
 from aioserve.runner.batch.input_batch import InputBatch
@@ -256,6 +257,22 @@ def plant_no_verification(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InputBatch, "append", believed)
 
 
+def plant_no_images(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(executor, "stage_images", lambda plan, sampler: (None, None))
+
+
+def plant_no_turns(patch: pytest.MonkeyPatch) -> None:
+    """Text behind an image turns by its place."""
+    plan = executor.plan_step
+    patch.setattr(
+        executor, "plan_step", lambda inputs, *rest: plan(replace(inputs, turns=None), *rest)
+    )
+
+
+def plant_no_tokens_ahead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SeenAhead, "in_layer", lambda self, window: False)
+
+
 def plant_no_sampling_limits(patch: pytest.MonkeyPatch) -> None:
     prepare = DeviceSampler.prepare
 
@@ -265,6 +282,7 @@ def plant_no_sampling_limits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceSampler, "prepare", careless)
 
 
+TOGETHER = "images whose tokens see each other, also in windows"
 EDITS = "penalties, limits, prompts' log probabilities"
 FAULTS: list[tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = [
     (CASES[0].name, plant_no_windows, "log probabilities are off by"),
@@ -272,6 +290,9 @@ FAULTS: list[tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = [
     (EDITS, plant_no_penalties, "less likely than|is forbidden"),
     (EDITS, plant_no_sampling_limits, "and top_[kp] is"),
     ("grammars", plant_no_masks, "does not match|doesn't satisfy the grammar"),
+    ("images", plant_no_images, "log probabilities are off by"),
+    ("images", plant_no_turns, "log probabilities are off by"),
+    (TOGETHER, plant_no_tokens_ahead, "log probabilities are off by"),
     ("n-gram drafts", plant_no_verification, "log probabilities are off|less likely than"),
 ]
 

@@ -21,12 +21,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "which exists for CPUs only.",
     ),
     (
-        "is a model that sees, which is served on a CPU",
-        "No kernel is missing. It is not implemented: the image encoder, and the rows that it puts "
-        "in the place of tokens, would have to be planned, staged and launched with overlapped "
-        "steps.",
-    ),
-    (
         "are not served on CUDA",
         "Kernels are missing: causal convolutions, gated delta rules and state-space scans that "
         "read and write slots of states, which exist for CPUs only.",

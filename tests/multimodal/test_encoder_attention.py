@@ -14,6 +14,7 @@ from aioserve.features.multimodal.vision_language import load_parts
 from aioserve.kernels import Kernels, load_kernels, usable_variants
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
+from aioserve.runner.cpu.fused import CpuPlace
 from tests.seeing_models import FEW_KINDS, SEEING_KINDS, make_seeing_model
 from tests.slow import mostly_slow
 
@@ -66,7 +67,7 @@ def test_masked_and_causal_attention_is_that_of_torch(is_causal: bool, is_masked
 @pytest.mark.parametrize("kind", mostly_slow(SEEING_KINDS, but=FEW_KINDS))
 def test_the_encoder_of_every_family_attends_by_the_kernels(kind: str, tmp_path: Path) -> None:
     info = ModelInfo(ModelConfig(model=str(make_seeing_model(kind, tmp_path))))
-    text, encoder = load_parts(info, torch.float32, None, None)
+    text, encoder = load_parts(info, torch.float32, None, CpuPlace())
     use_kernels(encoder)
     names = {
         module.config._attn_implementation

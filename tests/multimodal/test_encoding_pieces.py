@@ -12,6 +12,7 @@ from aioserve.features.multimodal.vision_language import load_parts
 from aioserve.kernels import usable_variants
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import family_of
+from aioserve.runner.cpu.fused import CpuPlace
 from tests.multimodal.pictures import picture
 from tests.multimodal.test_vision_language import cut_layers
 from tests.seeing_models import make_seeing_model
@@ -30,7 +31,7 @@ def test_a_step_of_an_image_is_a_part_of_a_layer(
     info = ModelInfo(ModelConfig(model=str(make_seeing_model(kind, tmp_path))))
     family = family_of(info)
     assert family is not None
-    _, encoder = load_parts(info, torch.float32, None, None)
+    _, encoder = load_parts(info, torch.float32, None, CpuPlace())
     assert encoder is not None
     if with_kernels:
         use_kernels(encoder)

@@ -28,7 +28,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import FAMILIES
 from aioserve.request import EncoderInput, Request, WaitReason
 from aioserve.runner.attention.backend import StepInputs
-from aioserve.runner.cpu.fused import WholeDecoder
+from aioserve.runner.cpu.fused import CpuPlace, WholeDecoder
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.adapters import make_adapter, merge
 from tests.greedy import MARGIN
@@ -378,7 +378,7 @@ def test_a_failure_is_known_to_who_comes_with_the_step_that_drops_its_image(
 ) -> None:
     model = seeing(ONE)
     mark = model.processor.image_token_id
-    encoder = ImageEncoder(model.model, FAMILIES[ONE][0], [mark])
+    encoder = ImageEncoder(model.model, FAMILIES[ONE][0], [mark], CpuPlace())
     tokens = [mark] * 4 + [7]
     encoder.encode([(EncoderInput(0, 4, "X", {}), 4)])  # there are no pixels in it
     for says, expected in ((["X"], [0]), ([], [])):

@@ -132,6 +132,7 @@ class PausedCall(Generic[T]):
 
 # Between two places to stop: some 20 ms of one thread, and no fewer rows. Guesses.
 MULTIPLICATIONS, LEAST_ROWS = 1 << 32, 64
+CARD_FACTOR = 64  # by how much faster than a thread a card is, at the least: a guess
 
 _here = threading.local()  # `begun`: what is encoded on this thread, in pieces
 
@@ -140,9 +141,10 @@ def rows_at_once(num_rows: int, per_row: int) -> int:
     """Return how many rows, each of that many multiplications, this thread computes between two
     places to stop: all of `num_rows` where nothing is to be stopped.
     """
-    if getattr(_here, "begun", None) is None:
+    begun: _Begun | None = getattr(_here, "begun", None)
+    if begun is None:
         return num_rows
-    return min(num_rows, max(MULTIPLICATIONS // per_row, LEAST_ROWS))
+    return min(num_rows, max(begun.factor * MULTIPLICATIONS // per_row, LEAST_ROWS))
 
 
 def may_stop(multiplications: float) -> None:
@@ -154,8 +156,11 @@ def may_stop(multiplications: float) -> None:
 class EncodingPieces:
     """The images that are half encoded, by content."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, *, is_on_card: bool = False) -> None:
         """`module` is the whole model without its text model."""
+        #: Called first on the thread of each image, whose work goes where that of others does.
+        self.begin_thread: Callable[[], None] = lambda: None
+        self._factor = CARD_FACTOR if is_on_card else 1
         self._begun: dict[str, _Begun] = {}
         layers = _layers_of(module)
         self._costs = LayerCosts(layers, module.config.vision_config)
@@ -173,7 +178,7 @@ class EncodingPieces:
         it is done; at least, it begins.
         """
         if content not in self._begun:
-            self._begun[content] = _Begun(encode, self._costs)
+            self._begun[content] = _Begun(encode, self._costs, self._factor, self.begin_thread)
         self._begun[content].call.advance(1 + share)
 
     def take(self, content: str) -> Tensor | None:
@@ -198,8 +203,15 @@ class EncodingPieces:
 class _Begun:
     """An image on its way through the layers: 1 at the first one, and 2 behind the last."""
 
-    def __init__(self, encode: Callable[[], Tensor], costs: LayerCosts) -> None:
-        self._encode, self._costs = encode, costs
+    def __init__(
+        self,
+        encode: Callable[[], Tensor],
+        costs: LayerCosts,
+        factor: int,
+        begin_thread: Callable[[], None],
+    ) -> None:
+        self._encode, self._costs, self._begin_thread = encode, costs, begin_thread
+        self.factor = factor  # to the multiplications between two places to stop
         self._begins: Sequence[float] = ()  # of layers, as shares of the work of all
         self._whole, self._done = 1.0, 0.0  # all work, in multiplications, and the share of it
         self.call = PausedCall(self._run)
@@ -225,6 +237,7 @@ class _Begun:
     @torch.inference_mode()
     def _run(self) -> Tensor:
         """On its own thread, which has modes of its own."""
+        self._begin_thread()
         _here.begun = self
         return self._encode()
 

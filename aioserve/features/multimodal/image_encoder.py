@@ -6,7 +6,7 @@ encodes.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from aioserve.model_source.vision_families import GRID, TURN, Family, family_of
 from aioserve.request import EncoderInput
 from aioserve.runner.attention.backend import GivenRows, ImageEnds, IntArray, StepInputs
 from aioserve.runner.batch.input_batch import BatchPart, EncoderPart
+from aioserve.runner.fused.decoder import Place
 from aioserve.runner.ranks import Ranks
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
@@ -190,22 +191,37 @@ def encoder_cache_bytes(config: EngineConfig, info: ModelInfo, dtype: torch.dtyp
 class ImageEncoder(ImageRows, EncoderPart):
     """Vision tower and projector of one model, and the part of the batch that reads its rows."""
 
-    def __init__(self, module: Any, family: Family, token_ids: Sequence[int]) -> None:
-        """`module` is the whole model; each of `token_ids` stands for a row in its prompts."""
+    def __init__(self, module: Any, family: Family, token_ids: Sequence[int], place: Place) -> None:
+        """`module`, the whole model, is at `place`; each of `token_ids` stands for a row in its
+        prompts.
+        """
         self.has_axes = family.axes  # whether the text model turns image tokens by three axes
         merged = module.config.vision_config.spatial_merge_size if family.axes else None
         super().__init__(token_ids, merged)
         self._module, self._family = module, family
+        self._device = place.device
+        # One image fills a card, and of several it would have to hold all activations.
+        self._is_apart = family.apart or place.is_card
         self._dtype = next(module.parameters()).dtype
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         if family.unsqueezed:
             projector = module.get_submodule(family.unsqueezed)
             projector.register_forward_hook(lambda _, __, rows: rows[None])
         self._hidden_size = module.config.get_text_config().hidden_size
-        self._pieces = EncodingPieces(module)
+        self._width = self._hidden_size * (1 + num_deep_rows(module.config))
+        self._pieces = EncodingPieces(module, is_on_card=place.is_card)
         self._made: dict[str, Tensor] = {}  # [n, hidden or a multiple] by content
         self._failures: dict[str, str] = {}  # why, by content
         self._gone: set[str] = set()  # contents that the step says to drop
+
+    def use_thread(self, begin: Callable[[], None]) -> None:
+        self._pieces.begin_thread = begin
+
+    def blank(self, num_tokens: int) -> GivenRows:
+        places = torch.arange(num_tokens, device=self._device)
+        made = torch.zeros(num_tokens, self._width, dtype=self._dtype, device=self._device)
+        rows, *deep = torch.split(made, self._hidden_size, dim=1)
+        return GivenRows(places, rows, places.expand(3, -1) if self.has_axes else None, deep)
 
     def attend_by(self, name: str) -> None:
         """Let its layers attend by what `transformers` has registered under that name."""
@@ -284,7 +300,7 @@ class ImageEncoder(ImageRows, EncoderPart):
             assert item.arrays is not None, "refused at the door"
             self._gone.discard(item.content_hash)  # what is made of it now is news
             shapes = tuple(array.shape[1:] for array in item.arrays.values())
-            key = (item.content_hash, *shapes) if self._family.apart else shapes
+            key = (item.content_hash, *shapes) if self._is_apart else shapes
             if item.content_hash in self._pieces:
                 key = (item.content_hash,)
             batches.setdefault(key, []).append((item, count))
@@ -321,7 +337,7 @@ class ImageEncoder(ImageRows, EncoderPart):
         arguments: dict[str, Tensor] = {}
         for name in self._family.arrays:
             joined = np.concatenate([item.arrays[name] for item in items if item.arrays])
-            array = torch.from_numpy(joined)
+            array = torch.from_numpy(joined).to(self._device)
             arguments[name] = array.to(self._dtype) if array.is_floating_point() else array
         found = self._module.get_image_features(**arguments, return_dict=True)
         if self._family.projector:
@@ -334,7 +350,9 @@ class ImageEncoder(ImageRows, EncoderPart):
         return rows
 
     def _give(self, spans: list[Span]) -> GivenRows | None:
-        """But for those of images that failed."""
+        """But for those of images that failed. Rows are where the model is, places and axes on the
+        host.
+        """
         found = [
             (span.places, self._made[span.content_hash][span.rows], span.axes)
             for span in spans
@@ -371,10 +389,11 @@ _FAILED = "the image could not be encoded on the first rank"  # which tells the 
 class SharedImageEncoder(ImageEncoder):
     """The part of it that one of `ranks` has."""
 
-    def __init__(self, module: Any, family: Family, token_ids: Sequence[int], ranks: Ranks) -> None:
-        super().__init__(module, family, token_ids)
+    def __init__(
+        self, module: Any, family: Family, token_ids: Sequence[int], place: Place, ranks: Ranks
+    ) -> None:
+        super().__init__(module, family, token_ids, place)
         self._ranks = ranks
-        self._width = self._hidden_size * (1 + num_deep_rows(module.config))
         if not ranks.is_first:
             self._module, self.num_parameters = None, 0
 
@@ -395,7 +414,7 @@ class SharedImageEncoder(ImageEncoder):
                 continue
             rows = self._made.get(content) if ranks.is_first else None
             if rows is None:
-                rows = torch.empty(count, self._width, dtype=self._dtype)
+                rows = torch.empty(count, self._width, dtype=self._dtype, device=self._device)
             ranks.tell(rows)
             self._made[content] = rows
             self._failures.pop(content, None)

@@ -24,14 +24,16 @@ from aioserve.model_source.source import Rounding
 from aioserve.model_source.vision_families import family_of
 from aioserve.runner.attention.backend import GivenRows
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION, AttentionProbe, serving
+from aioserve.runner.fused.decoder import Place
 from aioserve.runner.loader import InnerModel
-from aioserve.runner.ranks import Ranks
 
 _IN_TEXT = re.compile(r"(?!.*\bvis(?:ion|ual))(?:\w+\.)*?(layers\.\d+\..+|embed_tokens)")
 
 
 class TextPart(InnerModel):
     """Decoder and head, called as any causal language model of `transformers` is."""
+
+    _blank: Tensor  # token ids
 
     def __init__(self, whole: Any, blank: Sequence[str] = ()) -> None:
         """`blank` are names in the configuration of tokens that are embedded as padding."""
@@ -45,7 +47,9 @@ class TextPart(InnerModel):
         self.config: Any = self.model.config
         self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         ids = [getattr(whole.config, name) for name in blank]
-        self._blank = torch.tensor([token_id for token_id in ids if token_id is not None])
+        blanks = torch.tensor([token_id for token_id in ids if token_id is not None])
+        device = next(self.lm_head.parameters()).device
+        self.register_buffer("_blank", blanks.to(device), persistent=False)
         if blank:  # for callers of `base_model` as well
             self.model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         # Gemma 4 E2B and E4B: each layer adds a row by token, for an image that of padding.
@@ -141,7 +145,8 @@ def take_text_part(whole: Any, blank: Sequence[str] = ()) -> TextPart:
     logits without the rest.
     """
     part = TextPart(whole, blank)
-    ids = torch.arange(4)[None] + part.config.vocab_size // 2
+    ids = torch.arange(4, device=next(part.parameters()).device)[None]
+    ids = ids + part.config.vocab_size // 2
     try:
         with serving(AttentionProbe()):
             expected = whole(input_ids=ids, use_cache=False).logits
@@ -164,15 +169,15 @@ def take_text_part(whole: Any, blank: Sequence[str] = ()) -> TextPart:
 
 
 def load_parts(
-    info: ModelInfo, dtype: torch.dtype, rounding: Rounding | None, ranks: Ranks | None
+    info: ModelInfo, dtype: torch.dtype, rounding: Rounding | None, place: Place
 ) -> tuple[TextPart, ImageEncoder]:
-    """On a CPU, the text model of the vision model of `info`, quantized as `rounding` says, and its
-    image encoder, which is not. With `ranks`, the share that one of them has of the text model; an
-    encoder is not shared out. Raises `ConfigError`.
+    """At `place`, the text model of the vision model of `info`, quantized as `rounding` says, and
+    its image encoder, which is not. Of several ranks, the share that this one has of the text
+    model; an encoder is not shared out. Raises `ConfigError`.
     """
-    family = family_of(info)
+    family, ranks = family_of(info), place.ranks
     assert family is not None, "the model sees"
-    device = torch.device("cpu")
+    device = place.device if ranks is None else torch.device("cpu")
     whole = info.source.load_seeing_module(dtype, device, ATTN_IMPLEMENTATION)
     text = take_text_part(whole, family.blank)
     num_deep = num_deep_rows(info.whole_config)
@@ -187,9 +192,13 @@ def load_parts(
     names = ("image_token_id", *(("video_token_id",) if family.videos else ()))
     token_ids = [getattr(info.whole_config, name) for name in names]
     if ranks is None:
-        encoder = ImageEncoder(whole, family, token_ids)
+        encoder = ImageEncoder(whole, family, token_ids, place)
     else:
         ranks.share_out(text, dtype)
-        encoder = SharedImageEncoder(whole, family, token_ids, ranks)
-    use_kernels(encoder)
+        text.to(place.device)
+        if ranks.is_first:
+            whole.to(place.device)
+        encoder = SharedImageEncoder(whole, family, token_ids, place, ranks)
+    if not place.is_card:
+        use_kernels(encoder)
     return text, encoder

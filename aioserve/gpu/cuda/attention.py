@@ -5,6 +5,7 @@ cards and models that flashinfer does not. Knows plans and pages; knows nothing 
 """
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,17 @@ from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, Lay
 
 GATHER_ELEMENTS = 1 << 26  # keys, or scores, at a time: 256 MiB, a guess
 FP8_MAX = 448.0  # of float8_e4m3fn, which has no infinity to saturate to
+
+
+class SeenAhead(NamedTuple):
+    """The `ImageEnds` of a step, on the device and in the order of its plan."""
+
+    ends: Tensor  # T, behind the last position that each token sees
+    only_in_windows: bool
+
+    def in_layer(self, window: int | None) -> bool:
+        """Return whether tokens see ahead in a layer of that sliding window."""
+        return window is not None or not self.only_in_windows
 
 
 class DeviceStep(LayerAttention):
@@ -54,9 +66,11 @@ class DeviceAttention(ABC):
     cache: "PagedCache"
 
     @abstractmethod
-    def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> DeviceStep:
+    def begin(
+        self, plan: StepPlan, arrays: Sections[Tensor], ahead: SeenAhead | None = None
+    ) -> DeviceStep:
         """Return what the host has to do for a step; `arrays` are staged, and not to be read
-        here.
+        here. `ahead`: of a step with images whose tokens see each other.
         """
 
 
@@ -77,7 +91,7 @@ class PagedCache:
             return torch.zeros(shape, dtype=spec.dtype, device=device)
 
         self._dtype = spec.dtype
-        self._keep_finite = keep_finite
+        self.is_finite = keep_finite
         self._is_latent = [s.is_latent for s in spec.layers]
         self.keys = [allocate(s.num_kv_heads, s.key_head_dim) for s in spec.layers]
         self.values = [
@@ -99,7 +113,7 @@ class PagedCache:
         """Write `key` and `value` [T, Hkv, D] to `slots` (int64 [T])."""
         parts = [(self.keys[layer], key), (self.values[layer], value)]
         for cache, states in parts[:1] if self._is_latent[layer] else parts:
-            if self._keep_finite:
+            if self.is_finite:
                 states = torch.nan_to_num(states, nan=0.0, posinf=0.0, neginf=0.0)
             flat = cache.view(-1, *cache.shape[2:])
             if self._dtype == torch.float8_e4m3fn:
@@ -114,13 +128,24 @@ class TorchDeviceAttention(DeviceAttention):
     def __init__(self, spec: KVCacheSpec, limits: Limits, device: torch.device) -> None:
         self.cache = PagedCache(spec, limits, device, keep_finite=True)
 
-    def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> DeviceStep:
-        return _GatheredStep(self.cache, plan, arrays)
+    def begin(
+        self, plan: StepPlan, arrays: Sections[Tensor], ahead: SeenAhead | None = None
+    ) -> DeviceStep:
+        return GatheredStep(self.cache, plan, arrays, ahead)
 
 
-class _GatheredStep(DeviceStep):
-    def __init__(self, cache: PagedCache, plan: StepPlan, arrays: Sections[Tensor]) -> None:
+class GatheredStep(DeviceStep):
+    """The attention of one step in plain torch."""
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        plan: StepPlan,
+        arrays: Sections[Tensor],
+        ahead: SeenAhead | None = None,
+    ) -> None:
         super().__init__(cache, plan, arrays)
+        self._ahead = ahead
         # lists, because the host's side of the arena changes before the device gets here
         rows = plan.num_padded_rows
         self._token_bounds: list[int] = plan.host.qo_indptr[: rows + 1].tolist()
@@ -129,31 +154,54 @@ class _GatheredStep(DeviceStep):
         self._num_decodes = rows if plan.is_decode else plan.num_decodes
 
     def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
+        out = query.new_empty(*query.shape[:2], self.cache.values[layer].shape[3])
+        self.attend_into(out, layer, query, options)
+        return out
+
+    def attend_into(
+        self,
+        out: Tensor,
+        layer: int,
+        query: Tensor,
+        options: AttentionOptions,
+        *,
+        decodes: bool = True,
+    ) -> None:
+        """Write what `attend` returns into `out`, of prompts alone without `decodes`. Heads may be
+        narrower than those of the cache.
+        """
         caches = self.cache.keys[layer], self.cache.values[layer]
-        out = query.new_empty(*query.shape[:2], caches[1].shape[3])
         kv_width = caches[0].shape[2] * caches[0].shape[3]
-        for tokens, pages, position in self._pieces(query.shape[1], kv_width):
+        sees_ahead = self._ahead is not None and self._ahead.in_layer(options.sliding_window)
+        first = 0 if decodes else self._num_decodes
+        for tokens, pages, position in self._pieces(query.shape[1], kv_width, first):
             rows = len(pages)
             keys, values = (cache[pages].view(rows, -1, *cache.shape[2:]) for cache in caches)
+            keys, values = keys[..., : query.shape[2]], values[..., : out.shape[2]]
             key_position = torch.arange(keys.shape[1], device=query.device)
             hidden = key_position > position
+            if self._ahead is not None and sees_ahead:
+                hidden = key_position >= self._ahead.ends[tokens].view(position.shape)
             if options.sliding_window is not None:
                 hidden |= key_position <= position - options.sliding_window
             if options.chunk is not None:
                 hidden |= key_position < position // options.chunk * options.chunk
+            if not self.cache.is_finite:
+                values = values.masked_fill(hidden.all(dim=1)[:, :, None, None], 0)
             states = query[tokens].view(rows, -1, *query.shape[1:])
             attended = multiply(states, keys, values, hidden, options)
             out[tokens] = attended.reshape(-1, *out.shape[1:])
-        return out
 
-    def _pieces(self, num_heads: int, kv_width: int) -> list[tuple[slice, Tensor, Tensor]]:
+    def _pieces(
+        self, num_heads: int, kv_width: int, first: int
+    ) -> list[tuple[slice, Tensor, Tensor]]:
         """Return tokens, the pages [rows, width] that they look at, and where they stand [rows, Q,
-        1]: some decodes, or some tokens of one prompt.
+        1], of the rows from the `first` on: some decodes, or some tokens of one prompt.
         """
         pieces = []
         bounds, indices = self._page_bounds, self.arrays.kv_indices
         page_size = self.cache.keys[0].shape[1]
-        begin = 0
+        begin = first
         while begin < self._num_decodes:
             width, end = 0, begin
             while end < self._num_decodes:

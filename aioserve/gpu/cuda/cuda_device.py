@@ -121,6 +121,9 @@ class CudaDevice(Device):
         torch.cuda.set_device(self.torch_device)
         torch.cuda.set_stream(self._stream)
 
+    def lend(self) -> None:
+        self.attach()
+
     def host_buffer(self, size: int) -> PinnedBuffer:
         return PinnedBuffer(size)
 

@@ -109,6 +109,10 @@ class Device(ABC):
         """Let this thread be the one that launches."""
 
     @abstractmethod
+    def lend(self) -> None:
+        """Let this thread launch as well, while the one that launches waits for it."""
+
+    @abstractmethod
     def host_buffer(self, size: int) -> HostBuffer:
         """`size` int32 that copies to and from the device need not wait for."""
 

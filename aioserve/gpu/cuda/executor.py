@@ -22,7 +22,7 @@ from aioserve.errors import AioserveError, ConfigError, RunnerDeadError
 from aioserve.features.lora.peft_directory import AdapterFiles
 from aioserve.features.lora.products import Adapter, LowRankOwners, LowRankTokens
 from aioserve.features.lora.rows import AdapterRows, LoadedLowRank, put_on
-from aioserve.gpu.cuda.attention import DeviceAttention
+from aioserve.gpu.cuda.attention import DeviceAttention, SeenAhead
 from aioserve.gpu.cuda.device import Device, Event, HostBuffer, StagingRing
 from aioserve.gpu.cuda.host_blocks import Copied, DeviceBlocks
 from aioserve.gpu.cuda.plan import Layout, StepPlan, plan_padding, plan_step
@@ -36,11 +36,18 @@ from aioserve.gpu.cuda.sampler import (
     plan_prompts,
     read_result,
 )
+from aioserve.kv_cache import Ahead
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.params import SamplingParams
 from aioserve.runner import interface
 from aioserve.runner.adapters import AdapterSites, TokenAdapters
-from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.attention.backend import (
+    GivenRows,
+    IntArray,
+    LayerAttention,
+    ModelInputs,
+    StepInputs,
+)
 from aioserve.runner.batch.drafter import Drafter
 from aioserve.runner.batch.input_batch import BatchPart, InputBatch
 from aioserve.runner.batch.masks import Standing
@@ -151,6 +158,7 @@ class Asked:
     prompts: PromptPlan | None
     pooled: PooledPlan | None
     adapters: Sequence[TokenAdapters]  # of the T, of the S, of the pieces of `prompts`; or none
+    given: GivenRows | None  # of images, at places among the T
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +265,9 @@ class StepExecutor:
         self.adapters = DeviceAdapters(model.adapter_sites, parts.adapters, device, adapter_room)
         self._host_blocks: DeviceBlocks | None = None
         self._drafter, self._ranks = parts.drafter, ranks
+        self._encoder = model.image_encoder
+        if self._encoder is not None:
+            self._encoder.use_thread(device.lend)
         self._hidden_size = hidden_size
         self._unread: list[LaunchedStep] = []  # whose tokens grammars wait for
         self._rescue = StepRescue(
@@ -275,6 +286,7 @@ class StepExecutor:
             pipeline_depth=2,
             parameters=frozenset(() if model.halves is None else ("prompt_logprobs",)),
             supports_pooling=model.halves is not None and hidden_size > 0,
+            supports_images=model.image_encoder is not None,
             max_draft_tokens=parts.max_draft_tokens,
         )
 
@@ -298,7 +310,7 @@ class StepExecutor:
 
         def forward(size: int, attention: LayerAttention) -> Tensor:
             rows = torch.arange(size, device=self._arena.device)
-            return self._forward(size, rows, attention)
+            return self._model.forward(self._inputs(size, rows), attention)
 
         self._graphs.capture(sizes, prepare, forward, self._device.capture)
 
@@ -344,6 +356,7 @@ class StepExecutor:
                     copied = self._host_blocks.transfer(transfers)
             finally:  # behind it: a drafter asks what loaded blocks hold
                 self._batch.apply(step)
+            self._encode(step)
             if step.total_num_scheduled_tokens:
                 parts = self._rescue.run(step)
                 return LaunchedParts(step, parts, dict(self._batch.lost.why), copied)
@@ -352,6 +365,18 @@ class StepExecutor:
             raise
         self._finish_copies(copied)
         return None
+
+    def _encode(self, step: SchedulerOutput) -> None:
+        """Have images encoded behind the steps that are queued; this thread waits for those where
+        the encoder's code asks for numbers.
+        """
+        if (encoder := self._encoder) is None:
+            return
+        if self._ranks is not None:
+            if step.scheduled_encoder_inputs or Ahead.of(step.parts) is not None:
+                # The ranks talk, and do so in the order in which their devices compute.
+                self._device.record().wait()
+        encoder.run(step)
 
     def make_host_blocks(self, num_bytes: int) -> DeviceBlocks:
         """Return where blocks may be kept outside the KV cache. Before the first step. Raises
@@ -388,8 +413,8 @@ class StepExecutor:
         wanted: WantedLogprobs | None = inputs.parts.get(PromptRows.name)
         states: WantedStates | None = inputs.parts.get(PooledRows.name)
         owners: LowRankOwners | None = inputs.parts.get(AdapterRows.name)
-        # graphs give no hidden states, and have no adapters
-        is_plain = wanted is None and states is None and owners is None
+        # graphs give no hidden states, and have no adapters and no rows of images
+        is_plain = wanted is None and states is None and owners is None and inputs.given is None
         sizes = self._graphs.sizes if is_plain else ()
         plan = plan_step(inputs, columns, self._layout, buffer.array, sizes)
         new, slots = step.scheduled_new_reqs, dict[str, int]()
@@ -397,12 +422,13 @@ class StepExecutor:
             slots = dict(zip(inputs.req_ids, inputs.rows.tolist(), strict=True))
         sampling = self._sampler.prepare(plan, new, slots)
         pooled = plan_pooled(states, plan, self._sampler, self._hidden_size)
-        asked = Asked(plan_prompts(wanted, plan, self._sampler), pooled, ())
+        given, ahead = stage_images(plan, self._sampler)
+        asked = Asked(plan_prompts(wanted, plan, self._sampler), pooled, (), given)
         if owners is not None:
             asked = replace(asked, adapters=self._stage_adapters(owners, plan, asked.prompts))
         try:
             self._device.stage(self._arena[: plan.num_words], buffer)
-            attention = self._attention.begin(plan, self._arrays)
+            attention = self._attention.begin(plan, self._arrays, ahead)
         finally:  # also if that fails: it may be queued by then
             self._ring.guard()
         rows = inputs.rows[plan.sampled]
@@ -494,7 +520,8 @@ class StepExecutor:
             if self._drafter is not None:
                 self._drafter.close()
         names = "_model", "_attention", "_sampler", "_graphs", "_arena", "_arrays", "_ring"
-        for name in (*names, "_batch", "_rescue", "_drafter", "_free_results", "parts", "adapters"):
+        more = "_batch", "_rescue", "_drafter", "_encoder", "_free_results", "parts", "adapters"
+        for name in (*names, *more):
             self.__dict__.pop(name, None)
 
     def finish(self, launched: LaunchedParts) -> ModelRunnerOutput:
@@ -571,7 +598,7 @@ class StepExecutor:
     def _compute(self, plan: StepPlan, attention: LayerAttention, asked: Asked) -> Tensor:
         tokens, sampling = asked.adapters[:2] or (None, None)
         has_states = asked.prompts is not None or asked.pooled is not None
-        is_plain = not has_states and tokens is None
+        is_plain = not has_states and tokens is None and asked.given is None
         if is_plain and plan.is_decode and plan.num_padded_rows in self._graphs.sizes:
             logits = self._graphs.replay(plan.num_padded_rows)
             if plan.num_sampling == plan.num_rows:  # each row its only token
@@ -580,7 +607,7 @@ class StepExecutor:
         rows = self._arrays.logits_rows[: plan.num_sampling].long()
         if has_states:
             everything = torch.arange(plan.num_tokens, device=rows.device)
-            inputs = self._inputs(plan.num_tokens, everything, tokens, tokens)
+            inputs = self._inputs(plan.num_tokens, everything, tokens, tokens, asked.given)
             halves = self._model.halves
             assert halves is not None, "`RunnerInfo.parameters`, `supports_pooling`"
             states = halves.hidden(inputs, attention)
@@ -589,13 +616,8 @@ class StepExecutor:
             if asked.pooled is not None:
                 asked.pooled.look(states)
             return halves.logits(states[rows], sampling)
-        if tokens is not None:
-            inputs = self._inputs(plan.num_tokens, rows, tokens, sampling)
-            return self._model.forward(inputs, attention)
-        return self._forward(plan.num_tokens, rows, attention)
-
-    def _forward(self, num_tokens: int, rows: Tensor, attention: LayerAttention) -> Tensor:
-        return self._model.forward(self._inputs(num_tokens, rows), attention)
+        inputs = self._inputs(plan.num_tokens, rows, tokens, sampling, asked.given)
+        return self._model.forward(inputs, attention)
 
     def _inputs(
         self,
@@ -603,6 +625,7 @@ class StepExecutor:
         rows: Tensor,
         adapters: TokenAdapters | None = None,
         logits_adapters: TokenAdapters | None = None,
+        given: GivenRows | None = None,
     ) -> ModelInputs:
         arrays = self._arrays
         return ModelInputs(
@@ -612,7 +635,32 @@ class StepExecutor:
             logits_rows=rows,
             adapters=adapters,
             logits_adapters=logits_adapters,
+            given=given,
         )
+
+
+def stage_images(
+    plan: StepPlan, sampler: DeviceSampler
+) -> tuple[GivenRows | None, SeenAhead | None]:
+    """Bring to the device what tokens for images are given, in the order of the plan, and how far
+    they see ahead, by one copy.
+    """
+    given, ends = plan.inputs.given, plan.inputs.image_ends
+    arrays: dict[str, IntArray] = {}
+    if given is not None:
+        arrays["places"] = plan.placed(given.places.numpy())
+        if given.axes is not None:
+            arrays["axes"] = given.axes.numpy().reshape(-1)
+    if ends is not None:
+        arrays["ends"] = ends.ends[plan.tokens]
+    if not arrays:
+        return None, None
+    words = {name: np.ascontiguousarray(own).view(np.int32) for name, own in arrays.items()}
+    staged = {name: own.view(torch.int64) for name, own in sampler.stage(words).items()}
+    if given is not None:
+        axes = None if given.axes is None else staged["axes"].view(3, -1)
+        given = given._replace(places=staged["places"], axes=axes)
+    return given, None if ends is None else SeenAhead(staged["ends"], ends.only_in_windows)
 
 
 # Adapters on a device. With each step it is staged which of its rows have which adapter. Knows

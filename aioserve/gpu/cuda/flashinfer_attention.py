@@ -18,7 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aioserve.gpu.cuda.attention import DeviceAttention, DeviceStep, PagedCache
+from aioserve.gpu.cuda.attention import (
+    DeviceAttention,
+    DeviceStep,
+    GatheredStep,
+    PagedCache,
+    SeenAhead,
+)
 from aioserve.gpu.cuda.device import Device, Event
 from aioserve.gpu.cuda.plan import Limits, Sections, StepPlan
 from aioserve.runner.attention.backend import (
@@ -211,7 +217,9 @@ class FlashInferAttention(DeviceAttention):
         for size in capture_sizes:
             self._decode[size] = make(is_decode=True, graph=_decodes(arrays, size))
 
-    def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> DeviceStep:
+    def begin(
+        self, plan: StepPlan, arrays: Sections[Tensor], ahead: SeenAhead | None = None
+    ) -> DeviceStep:
         # A wrapper has one pinned buffer, and the copy from it may still wait behind the last step.
         if self._guard is not None:
             self._guard.wait()
@@ -228,7 +236,7 @@ class FlashInferAttention(DeviceAttention):
             for wrapper in self._prefill.values():
                 wrapper.plan(rows, page_size)
         self._guard = self._device.record()
-        return _PlannedStep(self, decode, size, plan)
+        return _PlannedStep(self, decode, size, plan, ahead)
 
     # Lengths from the host, page indices on the device: anything else would wait for the device.
 
@@ -262,8 +270,12 @@ class _PlannedStep(DeviceStep):
         decode: "dict[LayerKind, _Wrapper]",
         num_decodes: int,
         plan: StepPlan,
+        ahead: SeenAhead | None,
     ) -> None:
         super().__init__(owner.cache, plan, owner._arrays)
+        self._ahead = ahead
+        if ahead is not None:  # no kernel lets some tokens of a prompt see each other
+            self._gathered = GatheredStep(owner.cache, plan, owner._arrays, ahead)
         self._prefill, self._decode = owner._prefill, decode
         self._kinds, self._sinks = owner._kinds, owner._sinks
         self._value_dims = owner._value_dims
@@ -275,15 +287,18 @@ class _PlannedStep(DeviceStep):
         cache = self.cache.keys[layer], self.cache.values[layer]
         num_heads, value_dim = query.shape[1], self._value_dims[layer]
         more_heads, more_dims = kind.num_heads - num_heads, cache[0].shape[3] - query.shape[2]
-        query = query.contiguous()
+        own_query = query = query.contiguous()
         if more_heads or more_dims:
             query = F.pad(query, (0, more_dims, 0, more_heads))
         out = query.new_empty(*query.shape[:2], kind.head_dim)
+        found = out[:, :num_heads, :value_dim]
         if size:
             self._decode[kind].run(query[:size], cache, sinks, out[:size])
-        if size < self.num_tokens:
+        if self._ahead is not None and self._ahead.in_layer(options.sliding_window):
+            self._gathered.attend_into(found, layer, own_query, options, decodes=False)
+        elif size < self.num_tokens:
             self._prefill[kind].run(query[size:], cache, sinks, out[size:])
-        return out[:, :num_heads, :value_dim].contiguous()
+        return found.contiguous()
 
 
 # Wrappers of flashinfer, behind one call to plan and one to run.

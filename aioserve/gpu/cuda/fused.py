@@ -62,6 +62,8 @@ class TritonOps(TorchOps):
 class CudaPlace(Place):
     """A device with, or without, Triton."""
 
+    is_card = True
+
     def __init__(
         self, device: torch.device, *, has_triton: bool, ranks: Ranks | None = None
     ) -> None:

@@ -44,11 +44,13 @@ from aioserve.gpu.cuda.host_blocks import device_bytes
 from aioserve.gpu.cuda.plan import Layout, Limits, plan_step
 from aioserve.gpu.cuda.sampler import DeviceSampler, Draw, DrawColumns, draw, write_logprobs
 from aioserve.model_source.info import ModelInfo
+from aioserve.model_source.vision_families import family_of
 from aioserve.params import MAX_LOGPROBS
 from aioserve.runner.attention.backend import (
     AttentionCall,
     AttentionOptions,
     KVCacheSpec,
+    LayerAttention,
     ModelInputs,
     StepInputs,
 )
@@ -60,13 +62,14 @@ from aioserve.runner.fused.decoder import Place
 from aioserve.runner.fused.ops import PlainLinear
 from aioserve.runner.interface import OutputCompiler, max_useful_blocks
 from aioserve.runner.load_plan import LoadPlan, SideTypes, plan_load
-from aioserve.runner.loader import load_model, num_weight_bytes
+from aioserve.runner.loader import MODEL_PARTS, load_model, num_weight_bytes
 from aioserve.runner.models.architecture import has_states
 from aioserve.runner.ranks import Ranks
 from aioserve.runner.served_model import ServedModel
 
 GIB = 1 << 30
 GRAPH_RESERVE = 1 << 30  # for 23 captured sizes in one pool; a guess, said beside what they took
+ENCODER_RESERVE = 2 << 30  # for one large image on its way through an encoder; a guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +83,14 @@ class MemoryPlan:
     num_pages: int
     page_bytes: int
     adapters: int = 0  # those that are loaded at start; others take what is left
+    images: int = 0  # outputs of the encoder, as many as it keeps
 
     @property
     def total(self) -> int:
         """All bytes that the plan gives out, the dummy page included."""
         pool = (self.num_pages + 1) * self.page_bytes
-        return self.weights + self.activations + self.graphs + self.adapters + pool
+        parts = self.weights, self.activations, self.graphs, self.adapters, self.images
+        return sum(parts) + pool
 
     def describe(self, page_size: int, max_model_len: int) -> str:
         """Return one line with every number."""
@@ -94,6 +99,7 @@ class MemoryPlan:
             f"device memory: {self.budget / GIB:.2f} GiB to use; weights {self.weights / GIB:.2f}, "
             f"activations {self.activations / GIB:.2f}, CUDA graphs {self.graphs / GIB:.2f}, "
             f"{f'adapters {self.adapters / GIB:.2f}, ' if self.adapters else ''}"
+            f"{f'encoded images {self.images / GIB:.2f}, ' if self.images else ''}"
             f"KV pool {self.num_pages * self.page_bytes / GIB:.2f}: {num_tokens} tokens, "
             f"{num_tokens / max_model_len:.1f} requests of {max_model_len}"
         )
@@ -121,6 +127,7 @@ def plan_memory(
     page_bytes: int,
     max_model_len: int,
     adapters: int = 0,
+    images: int = 0,
 ) -> MemoryPlan:
     """Give the KV pool what the others leave. Raises `ConfigError` that names what to turn.
 
@@ -128,23 +135,24 @@ def plan_memory(
     """
     cache = config.cache
     budget = card.budget(config.runner.gpu_memory_utilization)
-    left = budget - weights - activations - graphs - adapters
+    left = budget - weights - activations - graphs - adapters - images
     num_pages = left // page_bytes - 1  # the dummy page
     wanted = cache.num_kv_blocks
     if wanted is None and cache.kv_cache_gib is not None:
         wanted = int(cache.kv_cache_gib * GIB) // page_bytes
     if num_pages < max(wanted or 1, 1):
-        of_adapters = f", adapters {adapters / GIB:.2f}" if adapters else ""
+        others = f", adapters {adapters / GIB:.2f}" if adapters else ""
+        others += f", encoded images {images / GIB:.2f}" if images else ""
         raise ConfigError(
             f"the KV pool needs {max(wanted or 1, 1)} blocks of {page_bytes} bytes, "
             f"{max(num_pages, 0)} fit: of {budget / GIB:.2f} GiB, weights take "
             f"{weights / GIB:.2f}, activations {activations / GIB:.2f} and CUDA graphs "
-            f"{graphs / GIB:.2f}{of_adapters} (raise gpu_memory_utilization, lower "
+            f"{graphs / GIB:.2f}{others} (raise gpu_memory_utilization, lower "
             "max_num_batched_tokens, kv_cache_gib or num_kv_blocks, or set enforce_eager)"
         )
     if wanted is None:
         wanted = min(num_pages, max_useful_blocks(config, max_model_len))
-    return MemoryPlan(budget, weights, activations, graphs, wanted, page_bytes, adapters)
+    return MemoryPlan(budget, weights, activations, graphs, wanted, page_bytes, adapters, images)
 
 
 # From settings to a `StepExecutor` on a CUDA device: what fits, what is loaded, what is captured.
@@ -196,7 +204,7 @@ def load_on_cuda(
     parts = [info] if source is None or not source.has_files else [info, source.info]
     needed = sum(num_weight_bytes(CUDA_TYPES.resolve(part.config), part, place) for part in parts)
     check_weights_fit(card, config, needed if ranks is None else needed // ranks.size)
-    model, draft = load_models(info, source, place)
+    model, draft = load_models(config, info, source, place)
     return make_executor(config, info, model, device, card, grammars, draft, ranks)
 
 
@@ -228,14 +236,15 @@ def check_served(config: EngineConfig, info: ModelInfo) -> None:
 
 
 def load_models(
-    info: ModelInfo, source: DraftSource | None, place: Place
+    config: EngineConfig, info: ModelInfo, source: DraftSource | None, place: Place
 ) -> tuple[ServedModel, Draft | None]:
     """Return the weights of both. Raises `ConfigError`."""
 
-    def load(info: ModelInfo) -> ServedModel:
-        return load_model(CUDA_TYPES.resolve(info.config), info, place)
+    def load(info: ModelInfo, num_seen: int = 0) -> ServedModel:
+        return load_model(CUDA_TYPES.resolve(info.config), info, place, num_seen=num_seen)
 
-    model = load(info)
+    sees = family_of(info) is not None and MODEL_PARTS["sees"](info)
+    model = load(info, config.scheduler.step_budget(info.max_model_len) if sees else 0)
     if source is None:
         return model, None
     own = DraftPlace(
@@ -349,6 +358,8 @@ def _measure(
         run_pass(forward, kinds[1].spec, device, limits.num_tokens, num_rows, choose_token)
 
     activations = max(map(device.measure, [largest, largest_of_drafts][: len(kinds)]))
+    if plan.model.image_encoder is not None:  # it computes where steps do, before them
+        activations = max(activations, ENCODER_RESERVE)
     activations += DeviceSampler.num_bytes(limits.num_rows, plan.info.vocab_size)
     if plan.config.cache.kv_connector != "none":
         activations += device_bytes(plan.bytes_per_token * limits.page_size)
@@ -368,6 +379,7 @@ def _share_memory(
         page_bytes=plan.bytes_per_token * plan.config.cache.block_size,
         max_model_len=plan.info.max_model_len,
         adapters=adapter_bytes(plan.config, plan.model),
+        images=image_bytes(plan),
     )
     if plan.ranks is not None:  # one pool, and each has its heads of every block
         memory = replace(memory, num_pages=plan.ranks.least(memory.num_pages))
@@ -446,6 +458,15 @@ def adapter_bytes(config: EngineConfig, model: ServedModel) -> int:
     return num_parameters * model.kv_cache_spec.dtype.itemsize
 
 
+def image_bytes(plan: LoadPlan) -> int:
+    """Return what the outputs of an image encoder take that are kept at a time."""
+    if plan.model.image_encoder is None:
+        return 0
+    dtype = plan.model.kv_cache_spec.dtype
+    num_bytes: int = MODEL_PARTS["encoder bytes"](plan.config, plan.info, dtype)
+    return num_bytes
+
+
 class NoAttention(DeviceStep):
     """A stand-in that takes the memory of attention's result and of one page: for measuring."""
 
@@ -471,13 +492,19 @@ def run_largest(
     """Run the step that takes most memory, sampling included, but for attention. Returns the size
     of hidden states, 0 if the model gives none.
     """
-    vocab_size = run_pass(model.forward, spec, device, num_tokens, num_samples, choose_token)
+    given = None if model.image_encoder is None else model.image_encoder.blank(num_tokens)
+
+    def forward(inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+        return model.forward(inputs._replace(given=given), attention)
+
+    vocab_size = run_pass(forward, spec, device, num_tokens, num_samples, choose_token)
     if (halves := model.halves) is None:
         return 0
     place = device.torch_device  # every token, and the largest piece of their logits
     tokens = torch.zeros(num_tokens, dtype=torch.int64, device=place)
     attention = NoAttention(spec, place)
-    states = halves.hidden(ModelInputs(tokens, tokens, tokens, tokens), attention)
+    inputs = ModelInputs(tokens, tokens, tokens, tokens, given=given)
+    states = halves.hidden(inputs, attention)
     size = min(num_tokens, largest_piece(vocab_size))
     out = torch.zeros(size * (2 + 2 * MAX_LOGPROBS), dtype=torch.int32, device=place)
     width = min(MAX_LOGPROBS, vocab_size)

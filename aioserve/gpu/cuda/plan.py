@@ -30,7 +30,7 @@ class Sections(Generic[A]):
     """
 
     input_ids: A  # T; -1 - slot: the last token sampled for that slot
-    positions: A  # T
+    positions: A  # T, by which heads turn
     slots: A  # T, page * page_size + offset: where K and V of a token go
     qo_indptr: A  # B + 1, first token of each row
     kv_indptr: A  # B + 1, first entry of each row in kv_indices
@@ -122,6 +122,13 @@ class StepPlan:
         """S: the rows that sample, each counted once more per draft token to verify."""
         return len(self.sampled)
 
+    def placed(self, tokens: IntArray) -> IntArray:
+        """Return where packed tokens of `inputs` stand among the T."""
+        places = np.empty(len(self.tokens), dtype=np.int64)
+        places[self.tokens] = np.arange(len(self.tokens))
+        found: IntArray = places[tokens]
+        return found
+
     @property
     def is_decode(self) -> bool:
         """Whether every row has one token: what a CUDA graph can replay."""
@@ -147,7 +154,8 @@ def plan_step(
     num_tokens = int(starts[-1])
     token, order = np.arange(num_tokens), np.arange(num_rows)
     places, logits_rows = np.arange(len(inputs.sampling)), inputs.logits_indices
-    packed: tuple[IntArray, ...] = (inputs.input_ids, inputs.positions, inputs.slot_mapping)
+    turns = inputs.positions if inputs.turns is None else inputs.turns
+    packed: tuple[IntArray, ...] = (inputs.input_ids, turns, inputs.slot_mapping)
     if np.count_nonzero(is_prefill[:num_decodes]):  # a prefill was scheduled before a decode
         order = np.argsort(is_prefill, kind="stable")  # decodes first, else as scheduled
         query_lens = (starts[1:] - starts[:-1])[order]

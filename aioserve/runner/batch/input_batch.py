@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from aioserve.errors import GrammarLimitError
 from aioserve.outputs import TokenLogprobs
-from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.attention.backend import GivenRows, IntArray, StepInputs
 from aioserve.runner.interface import step_failed
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -87,6 +87,16 @@ class EncoderPart(BatchPart[Any]):
     @abstractmethod
     def run(self, step: SchedulerOutput) -> None:
         """Drop and encode what the step says, before it is prepared."""
+
+    @abstractmethod
+    def use_thread(self, begin: Callable[[], None]) -> None:
+        """Call `begin` first on each thread that encodes beside the one that calls `run`."""
+
+    @abstractmethod
+    def blank(self, num_tokens: int) -> GivenRows:
+        """Return rows of zeros for all tokens of a step, as large as those of images: for
+        measuring.
+        """
 
 
 class LaterPart(NamedTuple):

@@ -267,6 +267,7 @@ class Place(ABC):
     device: torch.device
     ranks: "Ranks | None" = None  # the processes with the rest of the weights; None: all are here
     multiplies_blocks = False  # whether quantized weights are served as they are stored
+    is_card = False  # whether work is queued, on memory of its own
 
     def available_memory(self) -> int | None:
         """Return bytes that weights could take yet, as far as that is known."""

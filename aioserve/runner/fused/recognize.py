@@ -286,7 +286,7 @@ class MRoPERows:
         cos, sin = self._rotary(self._table.new_empty(1), axes[:, None])
         end, half = self._first + axes.shape[1], cos.shape[-1] // 2
         self._table[self._first : end] = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
-        return torch.arange(self._first, end)
+        return torch.arange(self._first, end, device=self._table.device)
 
 
 def find_parts(

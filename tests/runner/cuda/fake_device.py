@@ -149,7 +149,7 @@ class FakeDevice(Device):
         self.torch_device = torch.device("cpu")
         self.fail_with: Exception | None = None  # the next launch, when the device gets there
         self.lost = False
-        self.num_attached = 0
+        self.num_attached = self.num_lent = 0
         self._launching: int | None = None  # the thread that attached last
         self.num_behind = 0  # most launches that were ever queued and not done
         self._random = random.Random(seed)
@@ -164,6 +164,10 @@ class FakeDevice(Device):
     def attach(self) -> None:
         self.num_attached += 1
         self._launching = threading.get_ident()
+
+    def lend(self) -> None:
+        assert threading.get_ident() != self._launching, "it launches in any case"
+        self.num_lent += 1
 
     def host_buffer(self, size: int) -> FakeBuffer:
         return FakeBuffer(size)

@@ -23,7 +23,7 @@ def make_rank(
 ) -> StepExecutor:
     """The same for one of several ranks."""
     place = CudaPlace(torch.device("cpu"), has_triton=False, ranks=ranks)
-    model, _ = load.load_models(info, None, place)
+    model, _ = load.load_models(config, info, None, place)
     return load.make_executor(config, info, model, device, device.card(), grammars, ranks=ranks)
 
 
@@ -35,7 +35,7 @@ def make_device_runner(config: EngineConfig, device: FakeDevice) -> SleepingOver
     def make(config: EngineConfig, info: ModelInfo) -> StepExecutor:
         load.check_served(config, info)
         place = CudaPlace(torch.device("cpu"), has_triton=False)
-        model, draft = load.load_models(info, find_draft(config, info), place)
+        model, draft = load.load_models(config, info, find_draft(config, info), place)
         return load.make_executor(config, info, model, device, device.card(), grammars, draft)
 
     return SleepingOverlappedRunner(config, info, make, grammars)

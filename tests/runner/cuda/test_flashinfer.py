@@ -124,7 +124,7 @@ def serve(path: Path, monkeypatch: pytest.MonkeyPatch, **runner: Any) -> Served:
     monkeypatch.setitem(sys.modules, "flashinfer", fake.module())
     info = ModelInfo(config.model)
     place = CudaPlace(torch.device("cpu"), has_triton=False)
-    model, _ = loading.load_models(info, None, place)
+    model, _ = loading.load_models(config, info, None, place)
     executor = loading.make_executor(config, info, model, device, device.card())
     cache = executor._attention.cache
     sizes = {
@@ -220,7 +220,7 @@ def test_an_mtp_layer_keeps_latent_states_too(tmp_path: Path) -> None:
     )
     info = ModelInfo(config.model)
     place = CudaPlace(torch.device("cpu"), has_triton=False)
-    model, draft = loading.load_models(info, find_draft(config, info), place)
+    model, draft = loading.load_models(config, info, find_draft(config, info), place)
     assert draft is not None
     layers = [*model.kv_cache_spec.layers, *draft.kv_cache_spec.layers]
     assert len(layers) == 4

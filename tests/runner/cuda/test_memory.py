@@ -24,7 +24,9 @@ def make_config(**settings: Any) -> EngineConfig:
     )
 
 
-def plan(config: EngineConfig, weights: int = 15 * GIB, graphs: int = GIB) -> MemoryPlan:
+def plan(
+    config: EngineConfig, weights: int = 15 * GIB, graphs: int = GIB, images: int = 0
+) -> MemoryPlan:
     return plan_memory(
         CARD,
         config,
@@ -33,6 +35,7 @@ def plan(config: EngineConfig, weights: int = 15 * GIB, graphs: int = GIB) -> Me
         graphs=graphs,
         page_bytes=PAGE_BYTES,
         max_model_len=8192,
+        images=images,
     )
 
 
@@ -48,6 +51,13 @@ def test_a_larger_share_and_no_graphs_leave_more_for_the_pool() -> None:
     base = plan(make_config()).num_pages
     assert plan(make_config(gpu_memory_utilization=0.95)).num_pages > base
     assert plan(make_config(), graphs=0).num_pages - base == GIB // PAGE_BYTES
+
+
+def test_outputs_of_an_image_encoder_are_taken_from_the_pool() -> None:
+    base, found = plan(make_config()), plan(make_config(), images=GIB)
+    assert base.num_pages - found.num_pages == GIB // PAGE_BYTES
+    assert found.total == base.total
+    assert "encoded images 1.00" in found.describe(16, 8192)
 
 
 def test_the_pool_is_never_larger_than_all_requests_can_use() -> None:
