@@ -46,7 +46,8 @@ from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, Lay
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.attention import CompiledAttention
 from aioserve.runner.cpu.kv_memory import AttentionBackend
-from aioserve.runner.cpu.products import BlockLinear, PanelLinear, pack_linear
+from aioserve.runner.cpu.onednn import pack_linear
+from aioserve.runner.cpu.products import BlockLinear, PanelLinear
 from aioserve.runner.cpu.torch_attention import TorchPagedAttention
 
 DTYPE = torch.bfloat16

@@ -89,14 +89,14 @@ TABLE = (
         found_in("transformers.models.mamba.modeling_mamba:MambaPreTrainedModel._is_stateful"),
     ),
     Private(
-        "aioserve.runner.cpu.products",
+        "aioserve.runner.cpu.onednn",
         "_linear_pointwise",
         "oneDNN's packed product has no public operator.",
         "Weights are not packed, which costs some speed; one line of the log says so.",
         found_in("torch:ops.mkldnn._linear_pointwise"),
     ),
     Private(
-        "aioserve.runner.cpu.products",
+        "aioserve.runner.cpu.onednn",
         "_reorder_linear_weight",
         "oneDNN's packed layout has no public operator.",
         "Weights are not packed, which costs some speed; one line of the log says so.",

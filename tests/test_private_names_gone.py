@@ -14,7 +14,7 @@ from aioserve.features.multimodal.prompt import ImageProcessor
 from aioserve.lab.simulation.run import VirtualClockEventLoop
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner import loader
-from aioserve.runner.cpu import products
+from aioserve.runner.cpu import onednn
 from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.fused import recognize
 from aioserve.runner.loader import AnyModel
@@ -81,7 +81,7 @@ def test_a_model_with_states_of_its_own_is_refused_for_another_reason(
         check_architecture(info_of(tmp_path))
 
 
-@without("aioserve.runner.cpu.products", "_linear_pointwise", "_reorder_linear_weight")
+@without("aioserve.runner.cpu.onednn", "_linear_pointwise", "_reorder_linear_weight")
 @pytest.mark.parametrize("name", ["_linear_pointwise", "_reorder_linear_weight"])
 def test_weights_are_not_packed_and_the_log_says_so(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -89,12 +89,12 @@ def test_weights_are_not_packed_and_the_log_says_so(
     names = {"_linear_pointwise", "_reorder_linear_weight"} - {name}
     there = SimpleNamespace(**{each: getattr(torch.ops.mkldnn, each) for each in names})
     monkeypatch.setattr(torch.ops, "mkldnn", there)
-    products._can_pack.cache_clear()
+    onednn._can_pack.cache_clear()
     caplog.set_level("INFO")
     try:
-        assert isinstance(products.pack_linear(torch.eye(16), None), products.PlainLinear)
+        assert isinstance(onednn.pack_linear(torch.eye(16), None), onednn.PlainLinear)
     finally:
-        products._can_pack.cache_clear()
+        onednn._can_pack.cache_clear()
     (line,) = caplog.messages
     assert "weights are not packed" in line
     assert name in line

@@ -6,14 +6,14 @@ about model classes.
 """
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from aioserve.kernels import Kernels, KernelsUnavailableError, check_ids, load_kernels
+from aioserve.kernels import Kernels, check_ids, load_kernels
 from aioserve.kernels.structs import (
     AdapterStruct,
     AddUp,
@@ -23,20 +23,15 @@ from aioserve.kernels.structs import (
     StepStruct,
 )
 from aioserve.runner.attention.backend import (
-    KVCacheSpec,
     LayerAttention,
     ModelInputs,
-    RowStates,
-    StepInputs,
 )
-from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.attention import CompiledAttention, create_attention_backend
+from aioserve.runner.cpu.attention import CompiledAttention
 from aioserve.runner.cpu.products import (
     BlockEmbedding,
     BlockLinear,
     LogitsMemory,
     PanelLinear,
-    pack_linear,
 )
 from aioserve.runner.fused.decoder import (
     AllReduceLinear,
@@ -44,7 +39,6 @@ from aioserve.runner.fused.decoder import (
     FusedDecoder,
     GatedMLP,
     GatherToRank0,
-    Place,
     own_experts,
     own_product,
 )
@@ -292,9 +286,6 @@ def _layer_struct(layer: DecoderLayer, caches: CompiledAttention) -> LayerStruct
 # classes.
 
 
-_MULTIPLE = 16  # numbers in a row
-
-
 class PackedOps(TorchOps):
     """Plain torch, on weights that are laid out once."""
 
@@ -307,6 +298,8 @@ class PackedOps(TorchOps):
     ) -> Linear:
         if out_dtype not in (None, weight.dtype):
             return super().linear(weight, bias, out_dtype)
+        from aioserve.runner.cpu.onednn import pack_linear
+
         return pack_linear(weight, bias)
 
     def experts(
@@ -401,72 +394,3 @@ class CompiledOps(PackedOps):
         heads = qkv.view(len(qkv), -1, layer.head_dim)
         attended = backend.attend(index, heads[:, : layer.num_heads], layer.options)
         return attended.view(len(qkv), -1)
-
-
-class CpuPlace(Place):
-    """This machine, with or without compiled kernels."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, ranks: "Ranks | None" = None) -> None:
-        self.ranks = ranks
-
-    @property
-    def multiplies_blocks(self) -> bool:  # type: ignore[override]
-        try:
-            load_kernels()
-        except KernelsUnavailableError:
-            return False
-        return True
-
-    def available_memory(self) -> int:
-        return machine.available_memory()
-
-    def create_ops(self, spec: KVCacheSpec, row_sizes: set[int]) -> Ops:
-        why_not = CompiledAttention.why_not(spec)
-        for size in sorted(row_sizes):
-            if why_not is None and size % _MULTIPLE:
-                why_not = f"rows of {size} are not served, only multiples of {_MULTIPLE}"
-        return PackedOps(why_not) if why_not else self.create_products()
-
-    def create_products(self) -> Ops:
-        try:
-            return CompiledOps(load_kernels())
-        except KernelsUnavailableError as error:
-            return PackedOps(str(error))
-
-    def begin_alone(
-        self, spec: KVCacheSpec, num_blocks: int, block_size: int, step: StepInputs
-    ) -> tuple[ModelInputs, LayerAttention]:
-        backend = create_attention_backend(spec, num_blocks, block_size)
-        backend.prepare(step)
-        return ModelInputs.of(step), backend
-
-    def own_forward(
-        self, module: nn.Module, known: Callable[[], Tensor | None]
-    ) -> Callable[..., Any]:
-        from aioserve.support.parts import load
-
-        made: Callable[..., Any] = load("states on a cpu", "steps")(module, known)
-        return made
-
-    def create_row_states(
-        self, spec: KVCacheSpec, num_blocks: int, block_size: int
-    ) -> RowStates | None:
-        if self.ranks is not None:
-            return None
-        from aioserve.runner.cpu.torch_attention import PagedRows
-
-        return PagedRows(spec, num_blocks, block_size)
-
-    def create_whole_decoder(
-        self,
-        embedding: Embedding,
-        layers: list[DecoderLayer],
-        norm: RMSNorm,
-        head: Linear,
-        ops: Ops,
-    ) -> FusedDecoder | None:
-        if not WholeDecoder.serves(layers, head):
-            return None
-        return WholeDecoder(embedding, layers, norm, head, ops)

@@ -20,9 +20,11 @@ from aioserve.runner.attention.backend import SCALE_BYTES
 from aioserve.runner.batch.drafter import DRAFTERS, DraftPlace, FoundDraft, LoadedDraft
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.experts import CompiledExperts, CompiledMixture
-from aioserve.runner.cpu.fused import CpuPlace, WholeDecoder
+from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.runner.cpu.kv_memory import CPU_TYPES, check_memory, expected_bytes_per_token
-from aioserve.runner.cpu.products import BlockLinear, pack_linear
+from aioserve.runner.cpu.onednn import pack_linear
+from aioserve.runner.cpu.place import CpuPlace
+from aioserve.runner.cpu.products import BlockLinear
 from aioserve.runner.fused.decoder import GatedMLP, own_experts, own_product
 from aioserve.runner.fused.model import FusedModel
 from aioserve.runner.fused.ops import Mixture

@@ -24,7 +24,7 @@ from aioserve.kernels import Kernels, load_kernels
 from aioserve.kernels.library import cpu_flags, extension
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import KVCacheSpec
-from aioserve.runner.cpu.fused import CompiledOps, CpuPlace, WholeDecoder
+from aioserve.runner.cpu.fused import CompiledOps, WholeDecoder
 from aioserve.runner.cpu.kv_memory import map_memory
 from aioserve.runner.cpu.products import BlockEmbedding, BlockLinear, Blocks, PanelLinear, Panels
 from aioserve.runner.fused.decoder import DecoderLayer, GatedMLP
@@ -271,7 +271,7 @@ def _restored(head: _Head, data: Tensor) -> FusedModel:
         embedding = BlockEmbedding(end, state.dtype)
     layers = [_layer(kernels, layer) for layer in state.layers]
     decoder = WholeDecoder(embedding, layers, state.norm, end, ops)
-    return FusedModel(state.facts, decoder, ops.is_compiled, CpuPlace.device)
+    return FusedModel(state.facts, decoder, ops.is_compiled, torch.device("cpu"))
 
 
 def _layer(kernels: Kernels, state: LayerState) -> DecoderLayer:

@@ -1,12 +1,10 @@
-"""Matrix products on this CPU: by our kernels, on plain or quantized weights, or by oneDNN.
+"""Matrix products on this CPU by our kernels, on plain or quantized weights.
 
 Begins with memory for logits that is used again by the next step: malloc gives pages of more than
 32 MiB back to the system when they are freed, so a step of 256 requests over 49,152 tokens paid 27
 of its 43 ms for page faults (Zen 5). Knows nothing about models.
 """
 
-import functools
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
@@ -19,7 +17,6 @@ from torch import Tensor
 
 from aioserve.kernels import Kernels
 from aioserve.kernels.structs import BlockPart, PackedWeight, pack_bias, pack_weight
-from aioserve.runner.fused.ops import PlainLinear
 
 if TYPE_CHECKING:
     from aioserve.model_source.quantized_weight import Codes, QuantizedWeight
@@ -310,56 +307,3 @@ def _lay_out(codes: "Codes", panel: np.void, columns: slice) -> None:
     else:
         words = words[:, ::2] | words[:, 1::2] << 4
     groups["words"][..., columns] = words.T.reshape(*groups["words"].shape[:-1], -1)
-
-
-# Matrix products with a weight that never changes: laid out once for oneDNN, where torch has it.
-# Knows nothing about models.
-
-
-logger = logging.getLogger(__name__)
-
-# Measured on 2 cores with avx512_bf16, the products of one step of a 135M model, to plain
-# F.linear: bfloat16 0.70 at 1 row, 0.73 at 16, 0.82 at 64, 0.95 at 512; float32 0.44, 0.38, 0.39,
-# 0.43. float16 is like float32, where oneDNN has it.
-_ROWS_HINT = 16  # the layout for this number of rows serves all numbers as well as their own
-
-
-class PackedLinear:
-    """x @ weight.T + bias on a copy of the weight in oneDNN's own layout."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
-        self._bias = bias
-        self._run = torch.ops.mkldnn._linear_pointwise.default
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = self._run(x, self._weight, self._bias, "none", [], "")
-        return out
-
-
-def pack_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear | PackedLinear:
-    """Return the faster layout for this machine and type."""
-    kind = PackedLinear if _can_pack(weight.dtype) else PlainLinear
-    return kind(weight, bias)
-
-
-@functools.cache
-def _can_pack(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies packed weights of this type here; if not, the log says why,
-    once.
-
-    Tried, on a small weight: which types it takes on which CPU changes with its version.
-    """
-    generator = torch.Generator().manual_seed(0)
-    weight, x = (torch.rand(n, 64, generator=generator).to(dtype) for n in (48, 3))
-    try:
-        found, expected = PackedLinear(weight, None)(x), x.double() @ weight.double().T
-    except (AttributeError, RuntimeError) as error:  # a torch without it, a CPU without it
-        reason = str(error)
-    else:
-        # sums of 64 products in [0, 1): in any order in float32, rounded more than once in others
-        if torch.allclose(found.double(), expected, rtol=max(1e-5, 4 * torch.finfo(dtype).eps)):
-            return True
-        reason = "oneDNN's results are wrong"
-    logger.info("%s weights are not packed, which costs some speed: %s", dtype, reason)
-    return False

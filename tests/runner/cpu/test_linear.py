@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from aioserve.runner.cpu import products
-from aioserve.runner.cpu.products import PackedLinear, pack_linear
+from aioserve.runner.cpu import onednn
+from aioserve.runner.cpu.onednn import PackedLinear, pack_linear
 from aioserve.runner.fused.ops import PlainLinear
 from aioserve.runner.loader import named_dtype
 from tests.variants import DTYPES
@@ -14,9 +14,9 @@ from tests.variants import DTYPES
 
 @pytest.fixture(autouse=True)
 def _fresh_probe() -> Iterator[None]:
-    products._can_pack.cache_clear()
+    onednn._can_pack.cache_clear()
     yield
-    products._can_pack.cache_clear()
+    onednn._can_pack.cache_clear()
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -64,7 +64,7 @@ def test_wrong_results_are_not_used(
 ) -> None:
     if not isinstance(pack_linear(torch.eye(16), None), PackedLinear):
         pytest.skip("this build of torch packs no weights")
-    products._can_pack.cache_clear()
+    onednn._can_pack.cache_clear()
     call = PackedLinear.__call__
     monkeypatch.setattr(PackedLinear, "__call__", lambda self, x: call(self, x) * 1.001)
     caplog.set_level("INFO")
