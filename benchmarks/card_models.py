@@ -172,7 +172,7 @@ QWEN_VL: dict[str, Any] = {
     "vision_end_token_id": IMAGE_TOKEN + 3,
     "tie_word_embeddings": False,
 }
-#: Tokens of an image see each other, which no kernel does.
+#: Tokens of an image see each other, which causal kernels do not let them.
 GEMMA_3: dict[str, Any] = {
     "model_type": "gemma3",
     "text_config": {name: own for name, own in LLAMA.items() if name != "model_type"}

@@ -274,7 +274,7 @@ class _PlannedStep(DeviceStep):
     ) -> None:
         super().__init__(owner.cache, plan, owner._arrays)
         self._ahead = ahead
-        if ahead is not None:  # no kernel lets some tokens of a prompt see each other
+        if ahead is not None:  # causal kernels do not look ahead
             self._gathered = GatheredStep(owner.cache, plan, owner._arrays, ahead)
         self._prefill, self._decode = owner._prefill, decode
         self._kinds, self._sinks = owner._kinds, owner._sinks

@@ -424,12 +424,12 @@ async def test_the_one_whose_launch_raises_fails_alone(
     poison, most = VOCAB_SIZE - 1, 17
     begin = TorchDeviceAttention.begin
 
-    def watched(self: TorchDeviceAttention, plan: StepPlan, arrays: Any) -> LayerAttention:
+    def watched(self: TorchDeviceAttention, plan: StepPlan, *rest: Any) -> LayerAttention:
         if plan.num_tokens > most:
             raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
         if poison in plan.inputs.input_ids:
             raise ArithmeticError("a poisoned token")
-        return begin(self, plan, arrays)
+        return begin(self, plan, *rest)
 
     config = make_config(served_path("llama"), pipeline_depth)
     prompts = [[3 + i, 5, 7 * i, *range(4 * i)] for i in range(4)]
