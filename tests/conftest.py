@@ -66,7 +66,7 @@ settings.load_profile("suite")
 #: workers there are short ones, and no worker waits for another.
 LONG = (
     *("tests/benchmarks/test_card.py", "tests/faults/", "tests/fuzz/", "tests/matrix/"),
-    *("tests/lab/certificates/", "tests/lab/evaluate/", "tests/lab/evolve/"),
+    *("tests/lab/certify/", "tests/lab/evaluate/", "tests/lab/evolve/"),
     *("tests/server/test_hangs.py", "tests/test_"),
 )
 
