@@ -115,12 +115,9 @@ class EventStream:
 
     async def send(self, events: bytes) -> None:
         """Write whole events; waits while the client's socket is full."""
-        if self._response is None:
-            self._response = web.StreamResponse(headers=self._headers)
-            await self._response.prepare(self._request)
-        self._let_go()
-        await self._response.write(events)
-        self._is_chunked = self._response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+        response = await self._begun()
+        await response.write(events)
+        self._is_chunked = response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
 
     def write(self, events: bytes) -> None:
         """Write whole events, perhaps none, while it `has_room`.
@@ -158,11 +155,18 @@ class EventStream:
         return take
 
     async def end(self, events: bytes) -> web.StreamResponse:
-        """Write the last events and close the stream."""
-        await self.send(events)
-        assert self._response is not None
+        """Write the last events and close the stream, in one piece."""
+        response = await self._begun()
         self._is_chunked = False
-        await self._response.write_eof()
+        await response.write_eof(events)
+        return response
+
+    async def _begun(self) -> web.StreamResponse:
+        """Return the response, to which all that is held was written."""
+        if self._response is None:
+            self._response = web.StreamResponse(headers=self._headers)
+            await self._response.prepare(self._request)
+        self._let_go()
         return self._response
 
     def _hold(self, chunk: bytes) -> None:
@@ -427,11 +431,11 @@ async def _stream(
     leave: Leave,
 ) -> web.StreamResponse:
     n, tally = params.n, Tally(streams)
-    num_live = len(streams) * n
+    num_live, last = len(streams) * n, b""
     events = EventStream(request, reply.media_type, is_shared=num_live > 1)
 
     async def pump(first_index: int, stream: RequestStream) -> None:
-        nonlocal num_live
+        nonlocal num_live, last
         framed: set[int] = set()  # samples whose texts are written as they come
 
         def write(output: RequestOutput) -> bool:
@@ -448,11 +452,15 @@ async def _stream(
         async for output in stream:
             index = first_index + output.index
             tally.note(index, output)
+            is_last = False
             if output.finish_reason is not None:
                 num_live -= 1
-                if not num_live:  # the client may ask again as soon as it has read this
+                if is_last := not num_live:  # the client may ask again as soon as it has read this
                     await leave()
-            if chunk := await _told(reply.chunk, index, output, outputs=[output]):
+            chunk = await _told(reply.chunk, index, output, outputs=[output])
+            if is_last:  # of all choices: it leaves with what ends the stream
+                last = chunk
+            elif chunk:
                 await events.send(chunk)
             if index not in framed and (frame := reply.frame(index)) is not None:
                 framed.add(index)
@@ -471,8 +479,8 @@ async def _stream(
         if not isinstance(error, AioserveError):
             logger.exception("%s failed while streaming", reply.id)
         await leave()
-        return await events.end(reply.failure(error))
-    return await events.end(ending)
+        return await events.end(last + reply.failure(error))
+    return await events.end(last + ending)
 
 
 async def _collect(

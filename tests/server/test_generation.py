@@ -233,6 +233,31 @@ async def test_a_shared_stream_leaves_in_one_write_a_turn_and_in_order():
     assert pipe.writes == []
 
 
+async def test_the_last_events_and_the_end_leave_in_one_write():
+    stream, pipe = await begun()
+    await stream.end(b"data: [DONE]\n\n")
+    assert pipe.writes == [b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_the_last_delta_leaves_with_the_end(server, n, monkeypatch):
+    ends = []
+    end = EventStream.end
+
+    async def noted(stream: EventStream, events: bytes) -> web.StreamResponse:
+        ends.append(events)
+        return await end(stream, events)
+
+    monkeypatch.setattr(EventStream, "end", noted)
+    answer = await server.complete("Hi", n=n, max_tokens=5, ignore_eos=True, stream=True)
+    reasons = [event["choices"][0]["finish_reason"] for event in answer.events()]
+    assert reasons.count("length") == n
+    assert reasons[-1] == "length"
+    [told] = ends
+    assert told.count(b'"finish_reason":"length"') == 1
+    assert told.endswith(b"}\n\ndata: [DONE]\n\n")
+
+
 async def test_choices_of_one_response_leave_in_one_write_a_step(server, monkeypatch):
     writes = []
     let_go = EventStream._let_go
