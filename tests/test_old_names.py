@@ -20,6 +20,9 @@ def _forgotten() -> Iterator[None]:
 
 @pytest.mark.parametrize("old", [name for name in MOVED if name != "aioserve.ray"])
 def test_an_old_name_gives_the_same_module_and_a_warning(old: str) -> None:
+    if (package := old.rpartition(".")[0]) in MOVED:
+        with pytest.warns(DeprecationWarning, match=f"{package} is now"):
+            importlib.import_module(package)
     with pytest.warns(DeprecationWarning, match=f"{old} is now {MOVED[old]}"):
         module = importlib.import_module(old)
     assert module is importlib.import_module(MOVED[old])

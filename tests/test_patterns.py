@@ -35,7 +35,7 @@ MADE = {
     "aioserve/support/files.py": (1, "the name of a log, escaped, and digits"),
     "aioserve/features/multimodal/prompt.py": (1, "marks of the model, escaped, one or another"),
     "aioserve/apis/batches/disk.py": (1, "the kind of a file, which stands in the code"),
-    "aioserve/testing/formats/rules.py": (1, "marks of a format, escaped, one or another"),
+    "aioserve/testing/format_rules.py": (1, "marks of a format, escaped, one or another"),
     "aioserve/testing/story.py": (1, "a name of a policy's parts, escaped; in its tests"),
 }
 _MODULES = "names of modules, as the model has them: a word ends at its dot"

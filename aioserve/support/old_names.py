@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 else:
     Loader = object  # importlib.abc takes longer to import than this package
 
-#: By the old name of a module, or of a package with all in it, the new one.
+#: By the old name of a module, or of a package with all in it, the new one. What is now elsewhere
+#: than the package that it was in stands before that.
 MOVED = {
     "aioserve.autoscalers": "aioserve.fleet.autoscalers",
     "aioserve.child": "aioserve.fleet.child",
@@ -34,6 +35,12 @@ MOVED = {
     "aioserve.routing": "aioserve.fleet.routing",
     "aioserve.sampling_params": "aioserve.params",
     "aioserve.structured_outputs": "aioserve.params",
+    "aioserve.testing.autoscalers.contract": "aioserve.testing.autoscaler_contract",
+    "aioserve.testing.autoscalers": "aioserve.testing.autoscaler_contract",
+    "aioserve.testing.formats.contract": "aioserve.testing.format_contract",
+    "aioserve.testing.formats": "aioserve.testing.format_contract",
+    "aioserve.testing.routers.contract": "aioserve.testing.router_contract",
+    "aioserve.testing.routers": "aioserve.testing.router_contract",
     "aioserve.workers": "aioserve.fleet.workers",
 }
 
@@ -69,7 +76,7 @@ class MovedModules:
             DeprecationWarning,
             stacklevel=2,
         )
-        return ModuleSpec(name, _Moved(module))
+        return ModuleSpec(name, _Moved(module), is_package=True)  # a package may be a module now
 
 
 class _Moved(Loader):

@@ -3,9 +3,9 @@
 Loaded in every pytest run where aioserve is installed, so it imports nothing before it is asked.
 `--aioserve-format` does the same for formats of replies, `--aioserve-router` for routers of fleets,
 `--aioserve-autoscaler` for autoscalers, `--aioserve-step-times` for step-time sources. The tests
-are those of the modules `contract` in `aioserve.testing` and its packages `formats`, `routers` and
-`autoscalers`, and of `step_times`; the first broken rule is told on a screen, wherever the contract
-runs.
+are those of `aioserve.testing.contract`, `.format_contract`, `.router_contract`,
+`.autoscaler_contract` and `.step_times`; the first broken rule is told on a screen, wherever the
+contract runs.
 """
 
 import importlib.util
@@ -66,7 +66,7 @@ def _load_format(config: pytest.Config, spec: str) -> type:
 
 
 def _format_subject(config: pytest.Config, kind: type, spec: str) -> Any:
-    from aioserve.testing.formats.contract import DEFAULT_EXAMPLES, FormatSubject
+    from aioserve.testing.format_contract import DEFAULT_EXAMPLES, FormatSubject
 
     return FormatSubject(kind, config.getoption("--aioserve-examples") or DEFAULT_EXAMPLES)
 
@@ -80,7 +80,7 @@ def _load_router(config: pytest.Config, spec: str) -> type:
 
 
 def _router_subject(config: pytest.Config, kind: type, spec: str) -> Any:
-    from aioserve.testing.routers.contract import RouterSubject
+    from aioserve.testing.router_contract import RouterSubject
 
     return RouterSubject(kind, config.getoption("--aioserve-router-options"))
 
@@ -94,7 +94,7 @@ def _load_autoscaler(config: pytest.Config, spec: str) -> type:
 
 
 def _autoscaler_subject(config: pytest.Config, kind: type, spec: str) -> Any:
-    from aioserve.testing.autoscalers.contract import AutoscalerSubject
+    from aioserve.testing.autoscaler_contract import AutoscalerSubject
 
     return AutoscalerSubject(kind, config.getoption("--aioserve-autoscaler-options"))
 
@@ -116,15 +116,15 @@ POLICY = Contract(
     pytest.StashKey[dict[str, type]](),
 )  # fmt: skip
 FORMAT = Contract(
-    "--aioserve-format", "aioserve.testing.formats.contract", _load_format, _format_subject,
+    "--aioserve-format", "aioserve.testing.format_contract", _load_format, _format_subject,
     pytest.StashKey[dict[str, type]](),
 )  # fmt: skip
 ROUTER = Contract(
-    "--aioserve-router", "aioserve.testing.routers.contract", _load_router, _router_subject,
+    "--aioserve-router", "aioserve.testing.router_contract", _load_router, _router_subject,
     pytest.StashKey[dict[str, type]](),
 )  # fmt: skip
 AUTOSCALER = Contract(
-    "--aioserve-autoscaler", "aioserve.testing.autoscalers.contract", _load_autoscaler,
+    "--aioserve-autoscaler", "aioserve.testing.autoscaler_contract", _load_autoscaler,
     _autoscaler_subject, pytest.StashKey[dict[str, type]](),
 )  # fmt: skip
 STEP_TIMES = Contract(

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from aioserve.features.formats import choose, load_format
-from aioserve.testing.formats.contract import FormatContract
+from aioserve.testing.format_contract import FormatContract
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/bracket_format.py"

@@ -12,8 +12,8 @@ from aioserve.fleet.routing import (
     load_autoscaler,
     load_router,
 )
-from aioserve.testing.autoscalers.contract import AutoscalerContract, AutoscalerSubject
-from aioserve.testing.routers.contract import RouterContract, RouterSubject
+from aioserve.testing.autoscaler_contract import AutoscalerContract, AutoscalerSubject
+from aioserve.testing.router_contract import RouterContract, RouterSubject
 from tests.slow import mostly_slow
 from tests.testing import broken_autoscalers, broken_routers
 

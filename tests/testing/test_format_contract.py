@@ -3,7 +3,7 @@
 import pytest
 
 from aioserve.features.formats import SHIPPED, ReplyFormat, load_format
-from aioserve.testing.formats.contract import FormatContract, FormatSubject
+from aioserve.testing.format_contract import FormatContract, FormatSubject
 from aioserve.testing.violation import FormatViolation
 from tests.formats.channels import ChannelFormat
 from tests.testing.broken_formats import CAUGHT_BY

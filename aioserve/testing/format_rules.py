@@ -1,7 +1,7 @@
 """The rules of the contract of formats: any reply is read, and a grammar allows what is read.
 
-Texts are read in pieces; those that a grammar allows are drawn at random, byte by byte. Costs are
-lines run and text made anew for a text that comes a character at a time.
+Replies and texts at random; how a format reads them in pieces; what that costs, in lines run and
+text made anew; and texts that its grammar allows.
 """
 
 import random
@@ -16,6 +16,7 @@ from types import BuiltinMethodType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+from hypothesis import strategies as st
 
 from aioserve.features.formats import (
     SPACE,
@@ -38,7 +39,6 @@ from aioserve.features.formats import (
     literal_with,
 )
 from aioserve.testing.cost import Lines, count_lines, most_often
-from aioserve.testing.formats.replies import Example, all_marks, written
 from aioserve.testing.violation import (
     CALL_SECONDS,
     FormatViolation,
@@ -49,6 +49,199 @@ from aioserve.testing.violation import (
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+
+# Replies at random that a format may write, and texts that no model should write.
+
+
+NAMES = ("add", "get_weather", "get-time", "a", "search_the_files_2", "ns.tool", "Sell_It")
+KEYS = ("a", "city", "is_it", "n_items", "x-y", "Data", "arguments", "name")
+#: Texts that look like what they are not.
+TRICKY = (
+    *("5", "-0", "true", "null", "None", '"5"', "[1]", '{"a": 1}', "", " ", "\n", " a ", "a\n\nb"),
+    *("<", ">", "</", "<b>&amp;</b>", "a < b > c", "{", "}", '"', "\\", "\\n", "'", "`", "```"),
+    *("ä", "日本", "😀", "\u2028", "\x7f", "\t", "\r\n", "a=b", "key: value", "f(x)"),
+)
+#: Sentences of content.
+SENTENCES = ("Let me see.", "I'll ask: 1 < 2?", "Es ist schön 😀", "{x}", "a\n\nb", "`f(x)`.")
+
+
+class Example(NamedTuple):
+    """A reply, with the tools that it was made for."""
+
+    functions: list[Function]
+    reply: Reply
+    after: str = ""  # content behind the calls
+
+
+def texts() -> st.SearchStrategy[str]:
+    """Any text, among them those that look like other things."""
+    wild = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+    return st.one_of(st.sampled_from(TRICKY), wild, st.lists(st.sampled_from(TRICKY)).map("".join))
+
+
+def values(kind: str) -> st.SearchStrategy[Any]:
+    """Return values of a JSON type."""
+    numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
+    simple = st.one_of(st.none(), st.booleans(), st.integers(-(2**53), 2**53), numbers, texts())
+    nested = st.recursive(
+        simple,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3), st.dictionaries(texts(), inner, max_size=3)
+        ),
+        max_leaves=6,
+    )
+    return {
+        "string": texts(),
+        "integer": st.integers(-(2**53), 2**53),
+        "number": st.one_of(numbers, st.integers(-99, 99)),
+        "boolean": st.booleans(),
+        "null": st.none(),
+        "array": st.lists(nested, max_size=3),
+        "object": st.dictionaries(texts(), nested, max_size=3),
+    }[kind]
+
+
+@st.composite
+def functions_with_calls(draw: st.DrawFn) -> tuple[list[Function], list[SaidCall]]:
+    """Draw tools, and calls of them."""
+    functions, calls = [], []
+    for name in draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True)):
+        keys = draw(st.lists(st.sampled_from(KEYS), max_size=4, unique=True))
+        kinds = ("string", "string", "integer", "number", "boolean", "null", "array", "object")
+        types = {key: draw(st.sampled_from(kinds)) for key in keys}
+        properties = {key: {"type": kind} for key, kind in types.items()}
+        functions.append(Function(name, {"type": "object", "properties": properties}))
+        for _ in range(draw(st.integers(0, 2))):
+            given = [key for key in keys if draw(st.integers(0, 3))]
+            arguments = {key: draw(values(types[key])) for key in given}
+            calls.append(SaidCall(name, arguments))
+    return functions, draw(st.permutations(calls))
+
+
+@st.composite
+def examples(draw: st.DrawFn, kind: type[ReplyFormat]) -> Example:
+    """Replies that a format can write, as far as its class says."""
+    functions, calls = draw(functions_with_calls())
+    has_content = kind.has_text_before or not calls
+    content = draw(sentences(kind)) if has_content else ""
+    thinks = kind.reads_reasoning or kind.marks is not None
+    reasoning = draw(sentences(kind)) if thinks else ""
+    may_follow = calls and kind.has_text_after and not kind.reads_reasoning
+    after = draw(st.sampled_from(["", "So be it.", "\nDone: 1 < 2\n\nä"])) if may_follow else ""
+    return Example(functions, Reply(content, calls, reasoning), after)
+
+
+def sentences(kind: type[ReplyFormat]) -> st.SearchStrategy[str]:
+    """Content that has no mark of the format, and no space around it."""
+    parts = [*SENTENCES, *(mark[: len(mark) // 2] + " " for mark in all_marks(kind))]
+    texts = st.lists(st.sampled_from(parts), max_size=3).map(lambda some: " ".join(some))
+    return texts.map(lambda text: text.strip(SPACE)).filter(
+        lambda text: not any(mark in text for mark in all_marks(kind))
+    )
+
+
+def all_marks(kind: type[ReplyFormat]) -> list[str]:
+    """Return all that a format says to begin or to end anything."""
+    return [*kind.markers, *(() if kind.marks is None else kind.marks[:2])]
+
+
+def written(kind: type[ReplyFormat], example: Example) -> str | None:
+    """Return the text of a reply; None if the format cannot say it."""
+    reply = example.reply
+    try:
+        text = kind.write(reply)
+    except ValueError:
+        return None
+    if kind.marks is not None and not kind.reads_reasoning and reply.reasoning:
+        text = f"{kind.marks.start}\n{reply.reasoning}\n{kind.marks.end}\n\n{text}"
+    return text + example.after
+
+
+def fixed_examples(kind: type[ReplyFormat]) -> Sequence[tuple[list[Function], str]]:
+    """Return some replies that are the same in every run, with their tools."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "n": {"type": "integer"},
+            "is_it": {"type": "boolean"},
+            "list": {"type": "array"},
+        },
+    }
+    functions = [Function("add", schema), Function("get_weather", schema)]
+    rich = SaidCall("add", {"city": 'P"<ä 😀\nb', "n": -5, "is_it": True, "list": [1, {"a": None}]})
+    plain = SaidCall("get_weather", {"city": "Rom"})
+    calls: list[list[SaidCall]] = [[], [rich], [plain, rich], [SaidCall("add", {}), plain]]
+    found = []
+    for said in calls:
+        for content in ("", "Let me see: 1 < 2."):
+            reasoning = "Hm.\nSo." if kind.reads_reasoning or kind.marks is not None else ""
+            after = "Done." if said and kind.has_text_after and not kind.reads_reasoning else ""
+            text = written(kind, Example(functions, Reply(content, said, reasoning), after))
+            if text is not None:
+                found.append((functions, text))
+    return found
+
+
+# Texts that no model should write: marks of a format in any order, broken JSON, halves of all.
+# Strategies of hypothesis. Knows a format by its marks and by what it writes.
+
+
+FUNCTIONS = [
+    Function("add", {"type": "object", "properties": {"a": {"type": "integer"}}}),
+    Function("sell", {"type": "object", "properties": {"b": {"type": "string"}}}),
+]
+DEBRIS = (
+    *('{"name": "add", "arguments": ', '{"a": 1}', '{"a": "', '"name"', "add", "sell", "a", "b"),
+    *("{", "}", "[", "]", "(", ")", "<", ">", "=", '"', "'", "\\", ",", ";", ":", "/", "|", "`"),
+    *(" ", "\n", "\t", "null", "true", "1", "-", "1e999", "\\ud83d", "\\u12", "ä", "😀", "\ufffd"),
+    *("\x00", "\u2028", "function", "arguments", "</", "[" * 200, '{"a":' * 200),
+)
+#: What is content or an argument, wherever it stands, and stands once.
+WORDS = tuple(f"kept{i}kept" for i in range(9))
+
+
+def spoiled_texts(kind: type[ReplyFormat]) -> Iterator[str]:
+    """Texts that are the same in every run: marks at the end, in part and alone, and replies of the
+    format with one mark or one character missing.
+    """
+    word, other = WORDS[:2]
+    for mark in all_marks(kind):
+        yield from (f"Hm. {word}{mark[:end]}" for end in range(1, len(mark) + 1))
+        yield from (
+            f"{mark}{word}",
+            f"{mark}{mark}{word}{mark}",
+            f"{word} {mark}\n{other} {mark}\n",
+        )
+        yield from (f"{mark}{debris}{word}" for debris in DEBRIS)
+    for _, text in fixed_examples(kind):
+        for mark in all_marks(kind):
+            yield text.replace(mark, "", 1)
+    for _, text in list(fixed_examples(kind))[-2:]:
+        yield from (text[:place] + text[place + 1 :] for place in range(len(text)))
+
+
+def hostile_texts(kind: type[ReplyFormat]) -> st.SearchStrategy[str]:
+    """Texts at random; each of `WORDS` stands in them at most once."""
+    marks = all_marks(kind)
+    halves = [part for mark in marks for part in (mark[: len(mark) // 2], mark[len(mark) // 2 :])]
+    written = [text for _, text in fixed_examples(kind)]
+    pieces = {piece for text in written for piece in re.split(r"(\s+|[<>{}\[\]|])", text) if piece}
+    parts = [list(DEBRIS), sorted(pieces), written, *([marks, halves] if marks else [])]
+    part = st.one_of(*map(st.sampled_from, filter(None, parts)))
+    return st.lists(part, max_size=14).map(_with_words)
+
+
+def _with_words(parts: list[str]) -> str:
+    """Return the parts in their order, with a word behind every second one."""
+    words = iter(WORDS)
+    return "".join(part + (next(words, "") if i % 2 else "") for i, part in enumerate(parts))
+
+
+def cuts() -> st.SearchStrategy[list[int]]:
+    """Positions at which a text is cut."""
+    return st.lists(st.integers(0, 300), max_size=8)
 
 
 # Reads a text by a format, in pieces, checks what is true of any reply, counts what it costs.
@@ -311,7 +504,7 @@ def _texts(thing: Any, seen: set[int]) -> Iterator[str]:
         yield from _texts(each, seen)
 
 
-# The grammar of a format against its parser: what it allows is read as the calls it allows.
+# A text that a grammar allows, drawn at random, byte by byte.
 
 
 MAX_BYTES = 3000  # of a text
@@ -367,7 +560,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["is_it", "colour", "n", "note"],
     "additionalProperties": False,
 }
-FUNCTIONS = [Function("paint", SCHEMA), Function("sell_it", SCHEMA)]
+BOUND_FUNCTIONS = [Function("paint", SCHEMA), Function("sell_it", SCHEMA)]
 GOOD = {"is_it": True, "colour": "red", "n": 5, "note": "ä"}
 WRONG = ({**GOOD, "is_it": 5}, {**GOOD, "colour": "green"}, {"is_it": True})
 NUM_SAMPLES = 12
@@ -447,10 +640,10 @@ def check_forced(kind: type[ReplyFormat]) -> None:
     """A reply that has to call: what `write` says of calls fits `grammar`, wrong arguments do not,
     and what `grammar` allows at random is read as calls that fit. Raises `FormatViolation`.
     """
-    good = [SaidCall(each.name, GOOD) for each in FUNCTIONS]
+    good = [SaidCall(each.name, GOOD) for each in BOUND_FUNCTIONS]
     for bound in bounds_of(kind):
         for is_parallel in (True, False):
-            lark = f"start: calls\n{kind.grammar(FUNCTIONS, is_parallel, bound.literal)}"
+            lark = f"start: calls\n{kind.grammar(BOUND_FUNCTIONS, is_parallel, bound.literal)}"
             for call in good:
                 bound.check(lark, Reply(calls=[call]), is_allowed=True)
             bound.check(lark, Reply(calls=good), is_allowed=is_parallel)
@@ -466,12 +659,12 @@ def check_strict(kind: type[ReplyFormat]) -> None:
     `FormatViolation`.
     """
     content = "Hm." if kind.has_text_before else ""
-    both = [SaidCall(each.name, GOOD) for each in FUNCTIONS]
+    both = [SaidCall(each.name, GOOD) for each in BOUND_FUNCTIONS]
     for bound in bounds_of(kind):
-        beginnings = kind.beginnings(FUNCTIONS, bound.literal)
+        beginnings = kind.beginnings(BOUND_FUNCTIONS, bound.literal)
         if not beginnings:
             return
-        grammar = kind.grammar(FUNCTIONS, True, bound.literal)
+        grammar = kind.grammar(BOUND_FUNCTIONS, True, bound.literal)
         lark = "\n".join(["start: reply", *free_reply(beginnings), grammar])
         for text in ("", "Let me see.", '{"a": 1} < [b] > c'):
             bound.check(lark, Reply(text), is_allowed=True)
@@ -489,7 +682,7 @@ def check_whole(kind: type[ReplyFormat]) -> None:
     for bound in bounds_of(kind):
         rules = kind.reasoning_rules(bound.literal)
         before = "reasoning " if rules else ""
-        grammar = kind.grammar(FUNCTIONS, True, bound.literal)
+        grammar = kind.grammar(BOUND_FUNCTIONS, True, bound.literal)
         lark = "\n".join([f"start: {before}calls", rules, grammar])
         bound.check(lark, Reply(calls=calls), is_allowed=True)
         if rules:
@@ -508,7 +701,7 @@ def _check_samples(bound: Bound, lark: str, *, is_parallel: bool) -> None:
         if text is None:
             continue
         num_read += 1
-        found = read(kind, [text], FUNCTIONS)
+        found = read(kind, [text], BOUND_FUNCTIONS)
         if words := found.said.strip():
             raise violation(
                 kind, f"reads {words!r:.100} as content, where its grammar has calls alone", text
@@ -527,7 +720,7 @@ def _check_samples(bound: Bound, lark: str, *, is_parallel: bool) -> None:
 
 
 def _check_event(kind: type[ReplyFormat], event: Any, text: str) -> None:
-    if isinstance(event, Call) and event.name not in {each.name for each in FUNCTIONS}:
+    if isinstance(event, Call) and event.name not in {each.name for each in BOUND_FUNCTIONS}:
         raise violation(kind, f"reads a call of {event.name!r}, which is no tool", text)
     if isinstance(event, Arguments) and not _fits(event.text):
         raise violation(kind, f"reads arguments that do not fit the schema: {shown([event])}", text)

@@ -1,15 +1,26 @@
-"""The rules of the contract: shares, churn, sessions, old knowledge, and what a decision costs.
+"""The contract of routers as tests that run on any router.
 
-Each raises `RouterViolation`. The bounds are those that docs/writing-a-router.md states. Costs are
-lines of Python and bytes, not seconds.
+In a suite of your own:
+
+    class TestMine(RouterContract):
+        router = MyRouter
+
+From a command line, without a file: `pytest --aioserve-router mine.py:Mine`.
 """
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
+
+try:
+    import pytest
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "the contract of routers needs pytest: pip install pytest hypothesis"
+    ) from error
 
 from aioserve.fleet.routing import (
     REPORTED,
@@ -23,7 +34,7 @@ from aioserve.fleet.routing import (
 from aioserve.kv_cache.block_pool import BlockStored
 from aioserve.testing import hash_order
 from aioserve.testing.cost import MANY, Lines, count_lines, kept, most_often, size_of
-from aioserve.testing.routers.toy_fleet import (
+from aioserve.testing.router_fleet import (
     BLOCK_SIZE,
     FULL,
     NUM_SEATS,
@@ -36,6 +47,177 @@ from aioserve.testing.routers.toy_fleet import (
 )
 from aioserve.testing.side_effects import watched_calls
 from aioserve.testing.violation import RouterViolation
+
+__all__ = ["RouterContract", "RouterSubject"]
+
+
+class RouterContract:
+    """Derive a class `Test...` that sets `router`, and `options` if it needs some."""
+
+    router: ClassVar[type[BaseRouter]]
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    @pytest.fixture
+    def subject(self) -> RouterSubject:
+        """What is tested; the pytest plugin puts the routers of the command line here."""
+        return RouterSubject(self.router, self.options)
+
+    def test_it_asks_for_what_it_reads(self, subject: RouterSubject) -> None:
+        """What its code reads of replicas and prefixes, `uses_reports` and `uses_prefixes` say."""
+        kind = subject.kind
+        names = {name for code in _own_code(kind) for name in code.co_names}
+        for flag, needed in FLAGS:
+            read = sorted(names & needed)
+            if read and not getattr(kind, flag):
+                raise RouterViolation(
+                    f"{subject.name} reads {', '.join(read)}, which nothing fills without "
+                    f"`{flag} = True` in the class"
+                )
+
+    def test_time_and_chance_are_its_own(self, subject: RouterSubject) -> None:
+        """Its code calls no clock and no dice of the process, and does not sleep."""
+        with watched_calls(subject.kind, lambda: subject.name, "router"):
+            answers(subject)
+
+    def test_equal_calls_give_equal_answers(self, subject: RouterSubject) -> None:
+        """The same calls are made twice, while replicas come and go."""
+        one, other = (churned(subject, seed=3) for _ in range(2))
+        for first, second in zip(one.decisions, other.decisions, strict=False):
+            if first != second:
+                raise RouterViolation(
+                    f"{subject.name}: the same events gave another answer about "
+                    f"{first.request_id} at {first.when:.3f} s: {second.answer} instead of "
+                    f"{first.answer}; chance is self.rng, time is self.clock()"
+                )
+
+    def test_answers_do_not_depend_on_hashes_of_strings(self, subject: RouterSubject) -> None:
+        """The same calls are made in two processes with different seeds of hashes."""
+        hash_order.check_answers_alike(subject.kind, subject.options, "router", __name__)
+
+    def test_it_leaves_requests_as_they_are(self, subject: RouterSubject) -> None:
+        """A request and its hints are the same before and after the router has seen them."""
+        traffic = list(conversations(60, FULL))
+        before = [repr(request) for _, request in traffic]
+        _run(subject, traffic, num_replicas=3, may_flood=True)
+        for text, (_, request) in zip(before, traffic, strict=True):
+            if text != repr(request):
+                raise RouterViolation(f"{subject.name} has changed a request: {request!r}")
+
+    def test_no_replica_is_starved_or_flooded(self, subject: RouterSubject) -> None:
+        """Equal requests go to a full fleet, and each replica gets a share within the bound."""
+        fleet = _run(subject, equal_requests(1500, FULL * NUM_REPLICAS))
+        _check_starved(subject, fleet, "of equal requests")
+
+    def test_one_beginning_floods_no_replica(self, subject: RouterSubject) -> None:
+        """The prompts of all requests begin alike, which sends no crowd to one replica."""
+        _run(subject, one_beginning(1500, FULL * NUM_REPLICAS))
+
+    def test_old_knowledge_floods_no_replica(self, subject: RouterSubject) -> None:
+        """What the router knows of its replicas is half a second old."""
+        fleet = _run(subject, equal_requests(1500, FULL * NUM_REPLICAS), delay=0.5)
+        _check_starved(subject, fleet, "with knowledge that is half a second old")
+
+    def test_replicas_that_report_nothing_are_neither_starved_nor_flooded(
+        self, subject: RouterSubject
+    ) -> None:
+        """Two of ten replicas report nothing; then none reports anything."""
+        silent = frozenset({"r2", "r7"})
+        fleet = _run(subject, equal_requests(1500, FULL * NUM_REPLICAS), silent=silent)
+        _check_starved(subject, fleet, "where r2 and r7 report nothing")
+        _run(subject, equal_requests(400, FULL * NUM_REPLICAS), silent=frozenset(fleet.replicas))
+
+    def test_nothing_is_lost_when_replicas_die_and_come_back(self, subject: RouterSubject) -> None:
+        """The sender notices the deaths at once; then, a second later."""
+        for seed, delay in enumerate((0.0, 0.0, 0.3, 1.0)):
+            fleet = churned(subject, seed, delay)
+            _check_ends(subject, fleet)
+
+    def test_requests_that_move_are_neither_lost_nor_moved_to_and_fro(
+        self, subject: RouterSubject
+    ) -> None:
+        """Of a router that splits or migrates requests, while replicas die and come back."""
+        kind = subject.kind
+        if not kind.splits and kind.rebalance_seconds is None:
+            return
+        for roles in (ROLES, ()):
+            for seed, delay in enumerate((0.0, 0.3)):
+                _check_ends(subject, fleet := churned(subject, seed, delay, roles))
+                if fleet.most_moves > MOST_MOVES:
+                    raise RouterViolation(
+                        f"{subject.name}: a request that runs for half a second has moved "
+                        f"{fleet.most_moves} times; {MOST_MOVES} times are allowed"
+                    )
+        answers = churned(subject, 1, 0.0, ROLES).answers()
+        if kind.splits and not any(" " in answer for answer in answers):
+            raise RouterViolation(
+                f"{subject.name}: splits is stated, and none of {len(answers)} requests to "
+                "replicas for prompts and replicas for replies is split"
+            )
+
+    def test_an_idle_fleet_serves(self, subject: RouterSubject) -> None:
+        """When replicas have died and come back, a fleet without load still serves a request."""
+        fleet = churned(subject, seed=5)
+        for number in range(6):
+            asked = RoutedRequest(request_id=f"last{number}", num_tokens=32)
+            fleet.arrive(fleet.now + 100.0 + number, asked)
+        fleet.run()
+        ends = [fleet.ends[f"last{number}"] for number in range(6)]
+        if "served" not in ends:
+            raise RouterViolation(
+                f"{subject.name}: an idle fleet of {len(fleet.replicas)} replicas has not served "
+                f"any of six requests, which came one after the other: {', '.join(ends)}"
+            )
+
+    def test_sessions_stay_if_that_is_promised(self, subject: RouterSubject) -> None:
+        """A session stays at its replica while that lives and others come and go."""
+        if not subject.kind.keeps_sessions:
+            return
+        names = [f"r{i}" for i in range(NUM_REPLICAS)]
+        dispatcher = Dispatcher(subject.kind, dict(subject.options), clock=lambda: 0.0)
+        for number, name in enumerate(names):
+            dispatcher.join(name, number)
+        sessions = [f"s{i}" for i in range(400)]
+        before = _homes(subject, dispatcher, sessions)
+        dispatcher.leave("r4")
+        _check_kept(
+            subject, before, _homes(subject, dispatcher, sessions), "r4 has gone", at_most=0.0
+        )
+        dispatcher.join("r4", 4)
+        dispatcher.join("r10", 10)
+        after = _homes(subject, dispatcher, sessions)
+        _check_kept(subject, before, after, "r4 is back and r10 has come", at_most=MOST_MOVED)
+        if after != (again := _homes(subject, dispatcher, sessions)):
+            _check_kept(subject, after, again, "no replica came or went", at_most=0.0)
+
+    def test_a_decision_costs_in_proportion(self, subject: RouterSubject) -> None:
+        """The lines that a decision runs grow with the number of replicas at most, up to 1,000."""
+        few, many = (_count(subject, size) for size in SIZES)
+        times, per_replica = many.total() / max(few.total(), SIZES[0]), many.total() / SIZES[1]
+        if times <= MOST_TIMES and per_replica <= MOST_LINES:
+            return
+        raise RouterViolation(
+            f"{subject.name}: a decision runs {many.total():,} lines with {SIZES[1]:,} replicas "
+            f"and {few.total():,} with {SIZES[0]}: at most {MOST_TIMES} times as many and "
+            f"{MOST_LINES} a replica are allowed; {most_often(many)}"
+        )
+
+    def test_memory_does_not_grow(self, subject: RouterSubject) -> None:
+        """Requests and sessions that have ended leave nothing behind in the router."""
+        waves = _Waves(subject)
+        for name, (before, after) in kept(waves.serve).items():
+            raise RouterViolation(
+                f"{subject.name}: self.{name} grows with requests that have ended: it takes "
+                f"{before:,} bytes after {waves.num_served - MANY:,} of them and {after:,} after "
+                f"{waves.num_served:,}; what is kept of requests needs a bound, of 10,000 at most"
+            )
+
+
+class TestGivenRouters(RouterContract):
+    """The routers of the command line."""
+
+
+# Shares, churn, sessions, old knowledge: the bounds are those that docs/writing-a-router.md states.
+
 
 #: Of equal requests to a full fleet a replica gets at least this part of its share.
 LEAST_SHARE = 1 / 8
@@ -50,116 +232,6 @@ MOST_MOVES = 3
 ROLES = ("prefill", "prefill", "decode", "decode", "decode")
 
 Traffic = Iterable[tuple[float, RoutedRequest]]
-
-
-def check_same_again(subject: RouterSubject) -> None:
-    """Equal calls in equal order give equal answers."""
-    one, other = (churned(subject, seed=3) for _ in range(2))
-    for first, second in zip(one.decisions, other.decisions, strict=False):
-        if first != second:
-            raise RouterViolation(
-                f"{subject.name}: the same events gave another answer about {first.request_id} at "
-                f"{first.when:.3f} s: {second.answer} instead of {first.answer}; chance is "
-                "self.rng, time is self.clock()"
-            )
-
-
-def check_shares(subject: RouterSubject) -> None:
-    """No replica of a full fleet is starved or flooded by equal requests."""
-    fleet = _run(subject, equal_requests(1500, FULL * NUM_REPLICAS))
-    _check_starved(subject, fleet, "of equal requests")
-
-
-def check_one_beginning(subject: RouterSubject) -> None:
-    """A beginning that all prompts have does not draw all of them to one replica."""
-    _run(subject, one_beginning(1500, FULL * NUM_REPLICAS))
-
-
-def check_old_knowledge(subject: RouterSubject) -> None:
-    """What is half a second old sends no crowd to one replica."""
-    fleet = _run(subject, equal_requests(1500, FULL * NUM_REPLICAS), delay=0.5)
-    _check_starved(subject, fleet, "with knowledge that is half a second old")
-
-
-def check_missing_knowledge(subject: RouterSubject) -> None:
-    """A replica that has not said anything is neither full nor free of work."""
-    silent = frozenset({"r2", "r7"})
-    fleet = _run(subject, equal_requests(1500, FULL * NUM_REPLICAS), silent=silent)
-    _check_starved(subject, fleet, "where r2 and r7 report nothing")
-    _run(subject, equal_requests(400, FULL * NUM_REPLICAS), silent=frozenset(fleet.replicas))
-
-
-def check_churn(subject: RouterSubject) -> None:
-    """Replicas die and come back, unnoticed for a while: every request ends, once."""
-    for seed, delay in enumerate((0.0, 0.0, 0.3, 1.0)):
-        fleet = churned(subject, seed, delay)
-        _check_ends(subject, fleet)
-
-
-def check_moves(subject: RouterSubject) -> None:
-    """A router that splits or migrates requests loses none, and moves none to and fro."""
-    kind = subject.kind
-    if not kind.splits and kind.rebalance_seconds is None:
-        return
-    for roles in (ROLES, ()):
-        for seed, delay in enumerate((0.0, 0.3)):
-            _check_ends(subject, fleet := churned(subject, seed, delay, roles))
-            if fleet.most_moves > MOST_MOVES:
-                raise RouterViolation(
-                    f"{subject.name}: a request that runs for half a second has moved "
-                    f"{fleet.most_moves} times; {MOST_MOVES} times are allowed"
-                )
-    answers = churned(subject, 1, 0.0, ROLES).answers()
-    if kind.splits and not any(" " in answer for answer in answers):
-        raise RouterViolation(
-            f"{subject.name}: splits is stated, and none of {len(answers)} requests to replicas "
-            "for prompts and replicas for replies is split"
-        )
-
-
-def check_idle(subject: RouterSubject) -> None:
-    """A fleet with nothing to do serves what it is asked, after all that was."""
-    fleet = churned(subject, seed=5)
-    for number in range(6):
-        asked = RoutedRequest(request_id=f"last{number}", num_tokens=32)
-        fleet.arrive(fleet.now + 100.0 + number, asked)
-    fleet.run()
-    ends = [fleet.ends[f"last{number}"] for number in range(6)]
-    if "served" not in ends:
-        raise RouterViolation(
-            f"{subject.name}: an idle fleet of {len(fleet.replicas)} replicas has not served any "
-            f"of six requests, which came one after the other: {', '.join(ends)}"
-        )
-
-
-def check_sessions(subject: RouterSubject) -> None:
-    """A router that promises it keeps a session at its replica while that lives."""
-    if not subject.kind.keeps_sessions:
-        return
-    names = [f"r{i}" for i in range(NUM_REPLICAS)]
-    dispatcher = Dispatcher(subject.kind, dict(subject.options), clock=lambda: 0.0)
-    for number, name in enumerate(names):
-        dispatcher.join(name, number)
-    sessions = [f"s{i}" for i in range(400)]
-    before = _homes(subject, dispatcher, sessions)
-    dispatcher.leave("r4")
-    _check_kept(subject, before, _homes(subject, dispatcher, sessions), "r4 has gone", at_most=0.0)
-    dispatcher.join("r4", 4)
-    dispatcher.join("r10", 10)
-    after = _homes(subject, dispatcher, sessions)
-    _check_kept(subject, before, after, "r4 is back and r10 has come", at_most=MOST_MOVED)
-    if after != (again := _homes(subject, dispatcher, sessions)):
-        _check_kept(subject, after, again, "no replica came or went", at_most=0.0)
-
-
-def check_hints(subject: RouterSubject) -> None:
-    """What the router is shown is the same afterwards."""
-    traffic = list(conversations(60, FULL))
-    before = [repr(request) for _, request in traffic]
-    _run(subject, traffic, num_replicas=3, may_flood=True)
-    for text, (_, request) in zip(before, traffic, strict=True):
-        if text != repr(request):
-            raise RouterViolation(f"{subject.name} has changed a request: {request!r}")
 
 
 def churned(
@@ -293,30 +365,6 @@ REST_SECONDS = 3600.0  # between waves of requests: what is kept for a time may 
 OF_SENDER = "aioserve.fleet.routing.dispatcher", "aioserve.fleet.routing.views"
 
 
-def check_cost(subject: RouterSubject) -> None:
-    """A decision looks at each replica a bounded number of times."""
-    few, many = (_count(subject, size) for size in SIZES)
-    times, per_replica = many.total() / max(few.total(), SIZES[0]), many.total() / SIZES[1]
-    if times <= MOST_TIMES and per_replica <= MOST_LINES:
-        return
-    raise RouterViolation(
-        f"{subject.name}: a decision runs {many.total():,} lines with {SIZES[1]:,} replicas and "
-        f"{few.total():,} with {SIZES[0]}: at most {MOST_TIMES} times as many and {MOST_LINES} a "
-        f"replica are allowed; {most_often(many)}"
-    )
-
-
-def check_memory(subject: RouterSubject) -> None:
-    """What is kept of requests that have ended has a bound."""
-    waves = _Waves(subject)
-    for name, (before, after) in kept(waves.serve).items():
-        raise RouterViolation(
-            f"{subject.name}: self.{name} grows with requests that have ended: it takes {before:,} "
-            f"bytes after {waves.num_served - MANY:,} of them and {after:,} after "
-            f"{waves.num_served:,}; what is kept of requests needs a bound, of 10,000 at most"
-        )
-
-
 def _count(subject: RouterSubject, num_replicas: int) -> Lines:
     """Return the lines of the decision that runs most of them, after the first."""
     dispatcher = Dispatcher(subject.kind, dict(subject.options), clock=lambda: 1.0)
@@ -421,32 +469,6 @@ FLAGS = (
     ("uses_prefixes", {"prefixes", "block_hashes", "block_size"}),
     ("uses_programs", {"programs", "turn"}),
 )
-
-
-def check_reads(subject: RouterSubject) -> None:
-    """A router states `uses_reports`, `uses_prefixes` or `uses_programs` if its code reads what
-    these bring.
-    """
-    kind = subject.kind
-    names = {name for code in _own_code(kind) for name in code.co_names}
-    for flag, needed in FLAGS:
-        read = sorted(names & needed)
-        if read and not getattr(kind, flag):
-            raise RouterViolation(
-                f"{subject.name} reads {', '.join(read)}, which nothing fills without "
-                f"`{flag} = True` in the class"
-            )
-
-
-def check_foreign_calls(subject: RouterSubject) -> None:
-    """No clock, dice or sleep but the router's own."""
-    with watched_calls(subject.kind, lambda: subject.name, "router"):
-        answers(subject)
-
-
-def check_hash_order(subject: RouterSubject) -> None:
-    """The same events give the same answers where strings have other hashes."""
-    hash_order.check_answers_alike(subject.kind, subject.options, "router", __name__)
 
 
 def answers_of(spec: str, options: dict[str, Any]) -> list[str]:

@@ -32,32 +32,30 @@ from aioserve.features.formats import (
     ReplyFormat,
     joined,
 )
-from aioserve.testing.formats.replies import (
+from aioserve.testing.format_rules import (
     FUNCTIONS,
     WORDS,
     Example,
-    all_marks,
-    cuts,
-    examples,
-    fixed_examples,
-    hostile_texts,
-    spoiled_texts,
-    texts,
-    written,
-)
-from aioserve.testing.formats.rules import (
     Read,
+    all_marks,
     check_alike,
     check_cost,
     check_forced,
     check_strict,
     check_whole,
+    cuts,
+    examples,
+    fixed_examples,
+    hostile_texts,
     parser_of,
     pieces_of,
     read,
     shown,
+    spoiled_texts,
+    texts,
     violation,
     words,
+    written,
 )
 from aioserve.testing.violation import FormatViolation
 
