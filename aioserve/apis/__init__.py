@@ -5,7 +5,7 @@ from typing import Any
 
 _ANTHROPIC = "aioserve.apis.anthropic.messages"
 _BATCHES, _FILES = "aioserve.apis.batches.routes", "aioserve.apis.batches.files"
-_OLLAMA = "aioserve.apis.ollama.routes"
+_OLLAMA = "aioserve.apis.ollama"
 _PAGE = "aioserve.apis.page.routes"
 _RESPONSES = "aioserve.apis.responses.routes"
 _SCORING = "aioserve.apis.scoring.routes"
@@ -51,7 +51,7 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
     # By the beginning of its paths, how an API that is not OpenAI's writes errors and headers.
     "styles": {
         "/v1/messages": "aioserve.apis.anthropic.protocol:STYLE",
-        "/api/": "aioserve.apis.ollama.protocol:STYLE",
+        "/api/": "aioserve.apis.ollama:STYLE",
     },
     # By the section of settings: called with an application whose settings state any of it.
     "openers": {

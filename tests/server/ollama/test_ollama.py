@@ -6,7 +6,7 @@ import json
 import msgspec
 import pytest
 
-from aioserve.apis.ollama.protocol import OllamaMessage, Options, chat_messages
+from aioserve.apis.ollama import OllamaMessage, Options, chat_messages
 from aioserve.errors import RequestError
 from tests.server.raw_client import fail_what_runs
 from tests.server.scripted import HERMES, THINKING, TWO_CALLS, saying
