@@ -6,7 +6,7 @@ from typing import Any
 _ANTHROPIC = "aioserve.apis.anthropic.messages"
 _BATCHES, _FILES = "aioserve.apis.batches.routes", "aioserve.apis.batches.files"
 _OLLAMA = "aioserve.apis.ollama"
-_PAGE = "aioserve.apis.page.routes"
+_PAGE = "aioserve.apis.page"
 _RESPONSES = "aioserve.apis.responses.routes"
 _SCORING = "aioserve.apis.scoring.routes"
 

@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from aioserve.apis.page.routes import FOLDER
+from aioserve.apis.page import FOLDER
 from aioserve.engine import live_feed
 
 PATH = Path(FOLDER) / "frames.d.ts"

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from aioserve.apis.page.routes import FOLDER
+from aioserve.apis.page import FOLDER
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 NAMES = sorted(path.name for path in FOLDER.iterdir() if path.suffix in TYPES)

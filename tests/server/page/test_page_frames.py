@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from aioserve.apis.page.routes import FOLDER
+from aioserve.apis.page import FOLDER
 from aioserve.engine.live_feed import (
     About,
     Back,
