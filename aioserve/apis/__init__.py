@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _ANTHROPIC = "aioserve.apis.anthropic.messages"
-_BATCHES, _FILES = "aioserve.apis.batches.routes", "aioserve.apis.batches.files"
+_BATCHES = "aioserve.apis.batches.routes"
 _OLLAMA = "aioserve.apis.ollama"
 _PAGE = "aioserve.apis.page"
 _RESPONSES = "aioserve.apis.responses.routes"
@@ -26,11 +26,11 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
         ("GET", "/api/ps", "key"): _OLLAMA,
         ("POST", "/api/show", "key"): _OLLAMA,
         ("GET", "/api/version", "key"): _OLLAMA,
-        ("POST", "/v1/files", "key"): _FILES,
-        ("GET", "/v1/files", "key"): _FILES,
-        ("GET", "/v1/files/{id}", "key"): _FILES,
-        ("GET", "/v1/files/{id}/content", "key"): _FILES,
-        ("DELETE", "/v1/files/{id}", "key"): _FILES,
+        ("POST", "/v1/files", "key"): _BATCHES,
+        ("GET", "/v1/files", "key"): _BATCHES,
+        ("GET", "/v1/files/{id}", "key"): _BATCHES,
+        ("GET", "/v1/files/{id}/content", "key"): _BATCHES,
+        ("DELETE", "/v1/files/{id}", "key"): _BATCHES,
         ("POST", "/v1/batches", "key"): _BATCHES,
         ("GET", "/v1/batches", "key"): _BATCHES,
         ("GET", "/v1/batches/{id}", "key"): _BATCHES,
