@@ -34,7 +34,7 @@ from aioserve.fleet.routing import (
     blamed,
     load_autoscaler,
 )
-from aioserve.testing import hash_order
+from aioserve.testing.comparisons import check_answers_alike
 from aioserve.testing.cost import MANY, Lines, count_lines, kept, most_often, size_of
 from aioserve.testing.side_effects import watched_calls
 from aioserve.testing.violation import RouterViolation
@@ -117,7 +117,7 @@ class AutoscalerContract:
 
     def test_answers_do_not_depend_on_hashes_of_strings(self, subject: AutoscalerSubject) -> None:
         """The same calls are made in two processes with different seeds of hashes."""
-        hash_order.check_answers_alike(subject.kind, subject.options, "autoscaler", __name__)
+        check_answers_alike(subject.kind, subject.options, "autoscaler", __name__)
 
     def test_a_start_takes_its_time(self, subject: AutoscalerSubject) -> None:
         """The same load has about the same answer while replicas start."""

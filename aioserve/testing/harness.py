@@ -39,7 +39,6 @@ from aioserve.testing.cost import (
     check_memory,
     check_shares_nothing,
 )
-from aioserve.testing.hash_order import check_hash_order
 from aioserve.testing.invariants import MAX_RETRY_SECONDS, ask_again
 from aioserve.testing.ledger import Life, Masked, Reply
 from aioserve.testing.planned_batch import Row
@@ -541,7 +540,7 @@ class SchedulerHarness(EngineCalls):
     @kept
     def check_hash_order(self) -> None:
         """The calls so far give the same plans in processes where strings have other hashes."""
-        check_hash_order(self)
+        comparisons.check_hash_order(self)
 
     @kept
     def check_own_time(self) -> None:

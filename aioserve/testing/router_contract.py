@@ -32,7 +32,7 @@ from aioserve.fleet.routing import (
     load_router,
 )
 from aioserve.kv_cache.block_pool import BlockStored
-from aioserve.testing import hash_order
+from aioserve.testing.comparisons import check_answers_alike
 from aioserve.testing.cost import MANY, Lines, count_lines, kept, most_often, size_of
 from aioserve.testing.router_fleet import (
     BLOCK_SIZE,
@@ -92,7 +92,7 @@ class RouterContract:
 
     def test_answers_do_not_depend_on_hashes_of_strings(self, subject: RouterSubject) -> None:
         """The same calls are made in two processes with different seeds of hashes."""
-        hash_order.check_answers_alike(subject.kind, subject.options, "router", __name__)
+        check_answers_alike(subject.kind, subject.options, "router", __name__)
 
     def test_it_leaves_requests_as_they_are(self, subject: RouterSubject) -> None:
         """A request and its hints are the same before and after the router has seen them."""
