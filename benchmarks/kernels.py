@@ -39,7 +39,7 @@ from steps import Shapes, packed_product
 from torch import Tensor
 
 from aioserve.config import ModelConfig
-from aioserve.features.quantized.blocks import quantize
+from aioserve.features.quantized import quantize
 from aioserve.kernels import Kernels, load_kernels, usable_variants
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs

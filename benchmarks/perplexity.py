@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import EMBEDDED_MODEL, CacheConfig, ModelConfig
-from aioserve.features.quantized.blocks import quantize
+from aioserve.features.quantized import quantize
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.fused.model import FusedModel
 

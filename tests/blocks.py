@@ -1,8 +1,8 @@
-"""Random weights in the formats of `aioserve.features.quantized.blocks`."""
+"""Random weights in the formats of `aioserve.features.quantized`."""
 
 import torch
 
-from aioserve.features.quantized.blocks import format_of, quantized_weight
+from aioserve.features.quantized import format_of, quantized_weight
 from aioserve.model_source.quantized_weight import QuantizedWeight
 
 # Bytes of a block where a float16 number lies, which may not be infinite or none.

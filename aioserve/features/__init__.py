@@ -63,7 +63,7 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
     },
     # Models on disk that are no plain directories: `model_source.source`.
     "model sources": {
-        "gguf": "aioserve.features.gguf.file:GgufFile",
+        "gguf": "aioserve.features.gguf:GgufFile",
         "quantized directory": "aioserve.features.quantized.directory:QuantizedDirectory",
     },
     # What reads images and videos of bodies, what brings them to the engine, and what reads prompts

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aioserve.features.quantized.blocks import FORMATS
+from aioserve.features.quantized import FORMATS
 from aioserve.kernels import Kernels, load_kernels, usable_variants
 from aioserve.kernels.library import open_library
 from aioserve.model_source.quantized_weight import Codes, QuantizedWeight

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aioserve.features.quantized.blocks import FORMATS, quantize, quantized_weight
+from aioserve.features.quantized import FORMATS, quantize, quantized_weight
 from aioserve.kernels import Kernels, usable_variants
 from aioserve.model_source.quantized_weight import QuantizedWeight
 from aioserve.runner.cpu.products import BlockLinear

@@ -12,7 +12,7 @@ import torch
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
-from aioserve.features.quantized.blocks import from_codes
+from aioserve.features.quantized import from_codes
 from aioserve.model_source.info import ModelInfo
 from tests.models import make_model
 from tests.packed_checkpoints import (

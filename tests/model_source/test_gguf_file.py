@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from aioserve.cli.main import main
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
-from aioserve.features.gguf import file
+from aioserve.features import gguf as gguf_source
 from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingDefaults
 from tests.gguf_models import CHAT_TEMPLATE, END_OF_TURN, EOS, write_gguf
@@ -281,7 +281,7 @@ def test_what_would_answer_wrongly_is_refused_by_name(
 def test_a_missing_package_is_named_with_its_install_line(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf_source, "find_spec", lambda name: None)
     assert "needs the package gguf: pip install gguf" in refusal(whole)
 
 

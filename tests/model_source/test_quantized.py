@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioserve.features.quantized.blocks import FORMATS, quantize
+from aioserve.features.quantized import FORMATS, quantize
 from aioserve.model_source.quantized_weight import QuantizedWeight
 from tests.blocks import random_weight
 

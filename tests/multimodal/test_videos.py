@@ -198,7 +198,7 @@ async def test_ranks_turn_videos_by_time_as_one_process_does(
 async def test_tokens_of_a_quantized_text_model_are_those_of_its_rounded_weights(
     seeing: Callable[[str], Seeing],
 ) -> None:
-    from aioserve.features.quantized.blocks import quantize
+    from aioserve.features.quantized import quantize
 
     model = seeing(ONE)
     rounded = copy.copy(model)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig
 from aioserve.errors import ConfigError
-from aioserve.features.quantized.blocks import quantize
+from aioserve.features.quantized import quantize
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu.models import load_model_on_cpu
 from tests.adapters import ATTENTION, make_adapter, merge

@@ -1,7 +1,7 @@
 """The architectures of GGUF files that are served, by llama.cpp's names: a table.
 
 What a key means is what llama.cpp's converter wrote it from; what no key says, llama.cpp knows.
-`Architecture` says what each column is; a function of `gguf_facts` reads what is no column.
+`Architecture` says what each column is; a function of `facts` reads what is no column.
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,7 @@
 
 A key that a model may have and that is not asked for would be left out in silence, and its answers
 would be wrong: what is left in the end is refused by name. `Architecture` is how files of one
-architecture are read; `gguf_architectures` has all of them.
+architecture are read; `architectures` has all of them.
 """
 
 import math

@@ -150,7 +150,7 @@ class Filling:
         """Return the format of `quantized` that a tensor is stored in, if it is one."""
         from gguf import GGMLQuantizationType
 
-        from aioserve.features.quantized.blocks import FORMATS
+        from aioserve.features.quantized import FORMATS
 
         kind = GGMLQuantizationType(tensor.type_id).name
         return kind if kind in FORMATS else None
@@ -169,7 +169,7 @@ class Filling:
         """
         import torch
 
-        from aioserve.features.quantized.blocks import quantized_weight
+        from aioserve.features.quantized import quantized_weight
 
         kind, order = self.kind(tensor), self._order(tensor)
         if kind is None or order is None:
@@ -248,7 +248,7 @@ class PackedExperts:
         """
         import torch
 
-        from aioserve.features.quantized.blocks import quantized_weight
+        from aioserve.features.quantized import quantized_weight
         from aioserve.model_source.quantized_weight import StoredExperts
 
         parameter = getattr(self._owner, self._name)

@@ -18,7 +18,7 @@ from aioserve.features.multimodal.image_encoder import (
     SharedImageEncoder,
     num_deep_rows,
 )
-from aioserve.features.quantized.blocks import quantize_experts, quantize_linears
+from aioserve.features.quantized import quantize_experts, quantize_linears
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.source import Rounding
 from aioserve.model_source.vision_families import family_of

@@ -1,9 +1,9 @@
 """A Hugging Face directory whose weights are in few bits, or are to be as they are loaded.
 
 Weights are read one after another, so that beside what is kept there is only one as numbers. How
-numbers are rounded is known by `blocks`. Last, what GPTQ, AWQ, compressed-tensors, FP8 and MXFP4
+numbers are rounded is known by the package. Last, what GPTQ, AWQ, compressed-tensors, FP8 and MXFP4
 write: which tensors make one weight and what their numbers mean; what is whole numbers times scales
-becomes a format of `blocks`, the rest float32. That part knows no architecture and no files.
+becomes a format of the package, the rest float32. That part knows no architecture and no files.
 """
 
 import logging
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from aioserve.errors import ConfigError, one_line
-from aioserve.features.quantized.blocks import (
+from aioserve.features.quantized import (
     bytes_in_memory,
     format_of,
     keeps_numbers,
@@ -624,7 +624,7 @@ def _weight(
     """`(codes - zeros) * scales`, quantized if that is exact, else in float32: codes [out, in],
     the others [out, G]. `group_of` [in] says which group an input has, where they are not in order.
     """
-    from aioserve.features.quantized.blocks import from_codes
+    from aioserve.features.quantized import from_codes
 
     codes, size = codes.contiguous(), codes.shape[1] // scales.shape[1]
     in_order = torch.arange(codes.shape[1]) // size

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from aioserve.errors import ConfigError
-from aioserve.features.quantized.blocks import check_whole_groups
+from aioserve.features.quantized import check_whole_groups
 from aioserve.gpu.tensor_parallel.plan import EXPERTS, plan_of, vectors_of
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.quantized_weight import (

@@ -10,7 +10,7 @@ import torch
 
 from aioserve import AsyncEngine
 from aioserve.config import ModelConfig
-from aioserve.features.quantized.blocks import FORMATS
+from aioserve.features.quantized import FORMATS
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.quantized_weight import (
     quantized_experts,

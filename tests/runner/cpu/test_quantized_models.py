@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from aioserve import AsyncEngine
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
-from aioserve.features.gguf.file import GgufFile
-from aioserve.features.quantized.blocks import FORMATS, quantize
+from aioserve.features.gguf import GgufFile
+from aioserve.features.quantized import FORMATS, quantize
 from aioserve.kernels import load_kernels
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.cpu import machine

@@ -16,8 +16,8 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import RunnerConfig
 from aioserve.errors import ConfigError
-from aioserve.features.gguf.file import GgufFile
-from aioserve.features.quantized.blocks import FORMATS
+from aioserve.features.gguf import GgufFile
+from aioserve.features.quantized import FORMATS
 from aioserve.gpu.tensor_parallel.shard import check_groups
 from aioserve.model_source.directory import Directory
 from aioserve.model_source.info import ModelInfo
