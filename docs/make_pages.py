@@ -20,8 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from aioserve.apis.anthropic import messages
-from aioserve.apis.responses import routes as responses
+from aioserve.apis import anthropic, responses
 from aioserve.engine.operations import OPERATOR_COMMANDS
 from aioserve.kv_cache import KVCacheManager, StatePool, WindowPool
 from aioserve.params import BIAS_RANGE, RANGES, RUNNER_PARAMETERS, SamplingParams
@@ -88,7 +87,7 @@ GENERATING = {
     "completions": completions.decoder,
     "chat": chat.decoder,
     "responses": responses.decoder,
-    "messages": messages.create_decoder,
+    "messages": anthropic.create_decoder,
 }
 
 HINTED: tuple[Callable[..., Any], ...] = (hinted_number, hinted_text, hinted_flag)

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import yaml
 
-from aioserve.apis.anthropic import messages
-from aioserve.apis.responses import routes as response
+from aioserve.apis import anthropic
+from aioserve.apis import responses as response
 from aioserve.server import completions, embeddings
 from aioserve.server.body import BodyDecoder
 from aioserve.server.chat import routes as chat
@@ -98,8 +98,8 @@ SHARED = set(SamplingRequest.__struct_fields__)
     [
         ("Responses", response.decoder),
         ("Embeddings", embeddings.decoder),
-        ("Anthropic's messages", messages.create_decoder),
-        ("Anthropic's messages", messages.count_decoder),
+        ("Anthropic's messages", anthropic.create_decoder),
+        ("Anthropic's messages", anthropic.count_decoder),
         (None, completions.decoder),
         (None, chat.decoder),
     ],
@@ -143,9 +143,9 @@ def test_every_field_of_a_vendors_client_is_known() -> None:
         (ResponseCreateParamsNonStreaming, response.decoder),
         (InputTokenCountParams, response.decoder),
         (EmbeddingCreateParams, embeddings.decoder),
-        (MessageCreateParamsNonStreaming, messages.create_decoder),
-        (MessageCountTokensParams, messages.count_decoder),
-        (BetaMessageParams, messages.create_decoder),
+        (MessageCreateParamsNonStreaming, anthropic.create_decoder),
+        (MessageCountTokensParams, anthropic.count_decoder),
+        (BetaMessageParams, anthropic.create_decoder),
     ):
         rules = {*decoder.unserved, *decoder.hints, *decoder.skipped}
         known = rules | set(decoder.served.__struct_fields__)

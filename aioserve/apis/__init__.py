@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-_ANTHROPIC = "aioserve.apis.anthropic.messages"
+_ANTHROPIC = "aioserve.apis.anthropic"
 _BATCHES = "aioserve.apis.batches.routes"
 _OLLAMA = "aioserve.apis.ollama"
 _PAGE = "aioserve.apis.page"
-_RESPONSES = "aioserve.apis.responses.routes"
+_RESPONSES = "aioserve.apis.responses"
 _SCORING = "aioserve.apis.scoring.routes"
 
 #: Routes are named by method, path, and what the path needs; they are in `ROUTES` of the module.

@@ -5,8 +5,7 @@ import re
 import msgspec
 import pytest
 
-from aioserve.apis.anthropic import messages
-from aioserve.apis.responses import routes as responses
+from aioserve.apis import anthropic, responses
 from aioserve.config import ImageConfig
 from aioserve.errors import RequestError
 from aioserve.params import SamplingParams
@@ -45,7 +44,7 @@ DECODERS = {
     "completions": COMPLETION,
     "chat": CHAT,
     "responses": responses.decoder,
-    "messages": messages.create_decoder,
+    "messages": anthropic.create_decoder,
 }
 
 

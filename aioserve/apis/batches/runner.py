@@ -22,10 +22,10 @@ from aiohttp.typedefs import Handler
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from aioserve.apis import responses
 from aioserve.apis.batches.disk import DISK, Disk, StoredBatch, is_full, sweep, usage
 from aioserve.apis.batches.protocol import Batch, LineResponse, LineResult, Status
 from aioserve.apis.batches.work import Answered, Work, result_id
-from aioserve.apis.responses import routes as responses
 from aioserve.engine.operations.command import Counted
 from aioserve.errors import (
     EngineDeadError,

@@ -7,7 +7,7 @@ import msgspec
 import pydantic
 import pytest
 
-from aioserve.apis.anthropic.messages import template_messages, tools_of
+from aioserve.apis.anthropic import template_messages, tools_of
 from aioserve.apis.anthropic.protocol import CountTokensRequest
 from aioserve.config import EngineConfig, ImageConfig, RunnerConfig, ServerConfig
 from aioserve.server.images import ImageParts
