@@ -12,7 +12,7 @@ _AUTOSCALERS = "aioserve.fleet.autoscalers"
 
 BRINGS: Mapping[str, Mapping[Any, str]] = {
     "routers": {
-        "conserve": f"{_ROUTERS}.conserve:ConServe",
+        "conserve": f"{_ROUTERS}.disaggregated:ConServe",
         "least_requests": f"{_ROUTERS}.simple:LeastRequests",
         "least_work": f"{_ROUTERS}.simple:LeastWork",
         "llumnix": f"{_ROUTERS}.llumnix:Llumnix",
@@ -21,7 +21,7 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
         "power_of_two": f"{_ROUTERS}.simple:PowerOfTwo",
         "preble": f"{_ROUTERS}.preble:Preble",
         "predicted_latency": f"{_ROUTERS}.predicted_latency:PredictedLatency",
-        "prefill_decode": f"{_ROUTERS}.prefill_decode:PrefillDecode",
+        "prefill_decode": f"{_ROUTERS}.disaggregated:PrefillDecode",
         "prefix": f"{_ROUTERS}.simple:PrefixAware",
         "program_las": f"{_ROUTERS}.program_las:ProgramLAS",
         "round_robin": f"{_ROUTERS}.simple:RoundRobin",

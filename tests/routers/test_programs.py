@@ -6,6 +6,7 @@ import pytest
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+from aioserve.fleet.routers.disaggregated import SplittingRouter
 from aioserve.fleet.routing import (
     BaseRouter,
     Dispatcher,
@@ -193,10 +194,14 @@ def test_a_held_request_goes_on_when_a_deadline_or_a_late_report_frees_the_seat(
     assert first.end < held.end < first.end + 1
 
 
-def test_a_replica_that_comes_back_owes_nothing_of_what_was_on_its_way() -> None:
-    router = load_router("conserve")(None, clock=lambda: 0.0)
+@pytest.mark.parametrize(("name", "size"), [("conserve", 1000), ("prefill_decode", 1)])
+def test_a_replica_that_comes_back_owes_nothing_of_what_was_on_its_way(
+    name: str, size: int
+) -> None:
+    router = load_router(name)(None, clock=lambda: 0.0)
+    assert isinstance(router, SplittingRouter)
     request = asking("a", tokens=1000)
-    router.target["a"], router.coming["d0"] = ("d0", 1000), 1000
+    router.target["a"], router.coming["d0"] = ("d0", size), size
     router.on_leave("d0")
     router.coming["d0"] = 50  # it is back, and has another one on its way
     router.on_end(request, "d1")
