@@ -20,8 +20,7 @@ from aioserve.features.lora.products import (
     Piece,
     TorchProduct,
 )
-from aioserve.kernels import Kernels, load_kernels
-from aioserve.kernels.structs import AdapterStruct, LowRankPiece, LowRankStruct
+from aioserve.kernels import AdapterStruct, Kernels, LowRankPiece, LowRankStruct, load_kernels
 from aioserve.runner.adapters import DecoderAdapters, Place, TokenAdapters
 from aioserve.runner.fused.decoder import HEAD, LayerProduct
 

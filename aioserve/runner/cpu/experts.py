@@ -10,8 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from aioserve.kernels import Kernels
-from aioserve.kernels.structs import ACTIVATIONS, ExpertsStruct, PackedWeight
+from aioserve.kernels import ACTIVATIONS, ExpertsStruct, Kernels, PackedWeight
 from aioserve.model_source.quantized_weight import QuantizedWeight
 from aioserve.runner.cpu.products import BlockLinear, PanelLinear
 from aioserve.runner.fused.ops import (

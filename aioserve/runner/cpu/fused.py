@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from aioserve.kernels import Kernels, check_ids, load_kernels
-from aioserve.kernels.structs import (
+from aioserve.kernels import (
     AdapterStruct,
     AddUp,
     DecoderStruct,
+    Kernels,
     LayerStruct,
     PackedWeight,
     StepStruct,
+    check_ids,
+    load_kernels,
 )
 from aioserve.runner.attention.backend import (
     LayerAttention,

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aioserve.kernels import Kernels
-from aioserve.kernels.structs import BlockPart, PackedWeight, pack_bias, pack_weight
+from aioserve.kernels import BlockPart, Kernels, PackedWeight, pack_bias, pack_weight
 
 if TYPE_CHECKING:
     from aioserve.model_source.quantized_weight import Codes, QuantizedWeight
