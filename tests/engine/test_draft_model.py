@@ -205,8 +205,8 @@ async def test_guesses_taken_unseen_would_be_noticed(
 
     def take_all(self: InputBatch, inputs: StepInputs, token_ids: IntArray) -> list[list[int]]:
         for index, row in enumerate(inputs.rows.tolist()):
-            if cpu_passes := inputs.drafts.get(row):
-                token_ids[np.flatnonzero(inputs.sampling == index)[:-1]] = cpu_passes
+            if drafts := inputs.drafts.get(row):
+                token_ids[np.flatnonzero(inputs.sampling == index)[:-1]] = drafts
         return append(self, inputs, token_ids)
 
     monkeypatch.setattr(InputBatch, "append", take_all)
