@@ -1,4 +1,4 @@
-"""Routers of a few lines: in turn, by load, by cached prefix, by session.
+"""Routers of a few lines: in turn, by load, by session.
 
 Each class says its source, what is simplified, and the cost of a decision for n replicas. Work is
 in tokens, by the sender's own account: prompts until their first token, and half of what is held
@@ -6,7 +6,6 @@ while a reply is made. Requests are the true queues of replicas: what was sent a
 yet counts, so that a crowd does not follow an old report.
 """
 
-import math
 from bisect import bisect
 from collections.abc import Callable
 from hashlib import blake2b
@@ -84,58 +83,6 @@ class PowerOfTwo(TwoChoices):
     @staticmethod
     def load_of(replica: ReplicaView) -> float:
         return replica.num_requests
-
-
-# By cached prefix.
-
-
-class PrefixAware(BaseRouter):
-    """A router that chooses the least busy holder of the longest prefix, unless waiting there costs
-    more tokens than the prefix saves; then the least busy replica of all. O(blocks + n).
-    """
-
-    uses_prefixes = True
-
-    def choose(self, request: RoutedRequest, replicas: Replicas) -> ReplicaView:
-        least = min(replicas, key=work_of)
-        longest, names = self.prefixes.longest(request)
-        named = set(names)
-        holders = [replica for replica in replicas if replica.name in named]
-        if not holders:
-            return least
-        holder = min(holders, key=work_of)
-        saved = longest - self.prefixes.cached_tokens(request, least.name)
-        return least if holder.work - least.work > saved else holder
-
-
-class LMetric(BaseRouter):
-    """A router that chooses the replica with the least (tokens to compute) x (batch size). O(blocks
-    + n).
-
-    Paper: Zhang et al., "LMetric: Simple is Better: Multiplication May Be All You Need for LLM
-    Request Scheduling", OSDI'26, arXiv 2603.15202.
-
-    Aim: cached prefixes and an even load at once, without a weight between the two: a weight of
-    either factor would cancel out in the comparison.
-
-    Simplified: prompt tokens are those of the request that are not cached and those that were sent
-    and have no first token; the batch counts the request itself, so that no score is 0.
-    """
-
-    uses_prefixes = True
-    uses_reports = True
-
-    def choose(self, request: RoutedRequest, replicas: Replicas) -> ReplicaView:
-        cached = self.prefixes.by_name(request)
-        chosen, least, whole = replicas[0], math.inf, max(request.num_tokens, 1)
-        for replica in replicas:  # without a call for each: a fleet may have thousands
-            batch = replica.num_running + replica.num_waiting
-            batch = max(batch, replica.num_sent) if replica.num_sent else batch
-            new = max(whole - cached[replica.name], 1) if replica.name in cached else whole
-            score = (replica.num_unstarted_tokens + new) * (batch + 1)
-            if score < least:
-                chosen, least = replica, score
-        return chosen
 
 
 # By session.
