@@ -99,6 +99,7 @@ class Case(NamedTuple):
     speculation: SpeculationConfig = SpeculationConfig()
     has_tokenizer: bool = False
     num_kv_blocks: int = 18  # too few for the requests that run at a time
+    num_window_blocks: int | None = None  # few as well; prompts are computed in pieces then
     #: Of a seeing model: what its encoder reads of a random image, whose tokens are so many.
     image: Callable[[np.random.Generator], tuple[int, dict[str, np.ndarray]]] | None = None
 
@@ -289,6 +290,14 @@ MORE_CASES = (
         bounds=SCALED,
     ),
     Case(
+        "few blocks of windows beside full layers",
+        LLAMA
+        | {"model_type": "gemma2", "head_dim": 256, "sliding_window": WINDOW}
+        | {"query_pre_attn_scalar": 64, "tie_word_embeddings": True},
+        bounds=SCALED,
+        num_window_blocks=20,
+    ),
+    Case(
         "fp8 KV without tensor cores",
         LLAMA | {"num_key_value_heads": 2},
         bounds=COARSE,
@@ -350,9 +359,12 @@ def make_settings(
             block_size=PAGE_SIZE,
             num_kv_blocks=num_kv_blocks or case.num_kv_blocks,
             kv_cache_dtype=case.kv_cache_dtype,
+            num_window_blocks=case.num_window_blocks,
         ),
         scheduler=SchedulerConfig(
-            max_num_seqs=max_num_seqs, pipeline_depth=1 if is_guessing else pipeline_depth
+            max_num_seqs=max_num_seqs,
+            pipeline_depth=1 if is_guessing else pipeline_depth,
+            max_num_batched_tokens=None if case.num_window_blocks is None else 40,
         ),
         runner=RunnerConfig(**runner),
         speculation=case.speculation,
@@ -488,6 +500,11 @@ def every_draft_pays() -> Iterator[None]:
 
 def check_stats(config: EngineConfig, stats: SchedulerStats) -> None:
     """Raise `WrongNumbersError` if what is to be tried has not happened."""
+    wanted = config.cache.num_window_blocks
+    if wanted is not None and stats.num_window_blocks != wanted:
+        raise WrongNumbersError(
+            f"layers with a window have {stats.num_window_blocks} blocks of their own, not {wanted}"
+        )
     if not stats.num_preemptions:
         raise WrongNumbersError("no request was preempted: the KV pool is too large")
     if config.speculation.speculative_method != "none" and not stats.num_accepted_tokens:

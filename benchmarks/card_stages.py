@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +57,7 @@ from aioserve.gpu.cuda.attention import TorchDeviceAttention
 from aioserve.gpu.cuda.device import Device
 from aioserve.gpu.cuda.flashinfer_attention import FlashInferAttention, have_kernels
 from aioserve.gpu.cuda.load import choose_draw
-from aioserve.gpu.cuda.plan import Layout, Limits, plan_padding, plan_step
+from aioserve.gpu.cuda.plan import Layout, Limits, WindowLimits, plan_padding, plan_step
 from aioserve.gpu.cuda.runner import OverlappedRunner, SleepingOverlappedRunner
 from aioserve.gpu.cuda.sampler import DrawColumns, draw, lowest_kept
 from aioserve.model_source.info import ModelInfo
@@ -370,8 +371,12 @@ class Attentions:
             page_size=PAGE_SIZE,
             num_pages=row_pages * 4,
         )
+        windows = {layer: kind.window for layer, kind in enumerate(kinds) if kind.window}
+        own = None
+        if windows:  # flashinfer gets the pages alone that such layers see, plain torch all
+            own = WindowLimits(frozenset(windows), max(windows.values()), limits.num_pages)
         self._sizes = tuple(sorted(sizes))
-        self._layout = Layout(limits)
+        self._layout = Layout(replace(limits, windows=own))
         self._arena = torch.zeros(self._layout.size, dtype=torch.int32, device=place)
         self.arrays = self._layout.split(self._arena)
         spec = KVCacheSpec(
@@ -382,7 +387,7 @@ class Attentions:
             flashinfer,
             spec,
             self._calls,
-            limits,
+            self._layout.limits,
             self.device,
             torch.bfloat16,
             max_model_len=MAX_MODEL_LEN,
@@ -414,9 +419,10 @@ class Attentions:
         tokens = np.zeros(int(starts[-1]), dtype=np.int64)
         none = np.zeros(0, dtype=np.int64)
         names = [str(row) for row in range(rows)]
-        return StepInputs(
+        step = StepInputs(
             names, np.arange(rows), tokens, tokens, tokens, starts, seq_lens, table, none, none
         )
+        return replace(step, windows=step)
 
     def run(
         self, step: StepInputs, replay: Callable[[Sequence[Tensor]], list[Tensor]] | None = None

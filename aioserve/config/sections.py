@@ -19,6 +19,7 @@ DEFAULT_CHAT_TOKENS = 2048  # a reply of some pages; a model that repeats itself
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
@@ -234,10 +235,11 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         ),
     ] = None
     num_window_blocks: Annotated[
-        PositiveInt | None,
+        NonNegativeInt | None,
         doc(
-            "KV blocks of the separate pool for sliding-window layers (default: a share of the "
-            "memory with which this pool serves as many requests as the other pool)"
+            "KV blocks of the separate pool for sliding-window layers; 0: they have none, and keep "
+            "all blocks (default: a share of the memory with which this pool serves as many "
+            "requests as the other pool)"
         ),
     ] = None
     watermark: Annotated[

@@ -208,7 +208,7 @@ class SimulatedRunner(RunnerInterface):
         known = self._step_time.num_kv_tokens(step_budget, scheduler.max_num_seqs)
         num_blocks = -(-slots // cache.block_size) if known is None else known // cache.block_size
         windows: WindowSpec | None = None
-        if config.runner.simulated_window is not None:
+        if config.runner.simulated_window is not None and cache.num_window_blocks != 0:
             windows = window_spec(
                 config,
                 model_info.max_model_len,

@@ -2,13 +2,10 @@
 
 import pytest
 
-from aioserve.features.kv_connector import OffloadingConnector
+from tests.kv_connector.serving import load_at_any_price
 
 
 @pytest.fixture
 def at_any_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connectors load what they have, though a tiny model would compute it sooner: what the
-    scheduler says of step times is not heard.
-    """
-    unknown = property(lambda _: None, lambda _, __: None)
-    monkeypatch.setattr(OffloadingConnector, "step_time", unknown)
+    """Connectors load what they have, though a tiny model would compute it sooner."""
+    load_at_any_price(monkeypatch)

@@ -4,9 +4,18 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from aioserve import AsyncEngine
+from aioserve.features.kv_connector import OffloadingConnector
 from aioserve.kv_cache import KVConnectorStats
 from tests.kit import greedy, make_prompts, tokens_of
+
+
+def load_at_any_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have connectors not hear what the scheduler says of step times."""
+    unknown = property(lambda _: None, lambda _, __: None)
+    monkeypatch.setattr(OffloadingConnector, "step_time", unknown)
 
 
 def on_disk(path: Path) -> dict[str, Any]:

@@ -25,11 +25,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "Kernels are missing: causal convolutions, gated delta rules and state-space scans that "
         "read and write slots of states, which exist for CPUs only.",
     ),
-    (
-        "but on a CUDA device layers with a",
-        "It is served without `--num-window-blocks`: layers with a window then keep all blocks. No "
-        "kernel is missing for a pool of their own, which is not implemented.",
-    ),
 )
 
 

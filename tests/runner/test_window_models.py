@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig
@@ -171,3 +172,22 @@ async def test_window_blocks_for_a_model_without_windows_are_refused(tmp_path: P
     with pytest.raises(ConfigError, match=r"no layer of .*Llama.* has a sliding window shorter"):
         async with AsyncEngine(small_config(plain, cache=CACHE)):
             pass
+
+
+async def test_a_model_that_has_slept_has_one_pool_where_it_had_one(
+    model: Path, expected: list[list[int]]
+) -> None:
+    """Too little memory for the steps of the longest request makes one pool at first."""
+    cache = CacheConfig(block_size=8, kv_cache_gib=1 / 2048)
+    scheduler = SchedulerConfig(policy="chunked_prefill", max_num_seqs=4)
+    config = small_config(model, cache=cache, scheduler=scheduler)
+    long = msgspec.structs.replace(config.model, max_model_len=None)
+    async with AsyncEngine(msgspec.structs.replace(config, model=long)) as engine:
+        assert stats_of(engine).num_window_blocks == 0
+        for _ in range(2):
+            found = await asyncio.gather(
+                *(tokens_of(engine, prompt, greedy(NUM_TOKENS)) for prompt in make_prompts())
+            )
+            assert found == expected
+            await engine.sleep(weights=True)
+            await engine.wake()

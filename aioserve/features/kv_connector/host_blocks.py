@@ -9,7 +9,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,14 @@ class KeptTensors(NamedTuple):
     def num_bytes_of_first(self) -> int:
         """Bytes of a block that the first rank alone has."""
         return sum(sizes_of(self.of_first))
+
+
+class PoolShare(Protocol):
+    """The part of the host memory that the blocks of one pool get."""
+
+    weight: int  # as in `KeptTensors`
+    block_bytes: int
+    num_slots: int
 
 
 class SharedSlots(NamedTuple):
@@ -182,7 +190,7 @@ class HostBlocks(HostMemoryWorker):
         raise IndexError("there are fewer slots")
 
 
-def share_slots(num_bytes: int, pools: Sequence[_Slots]) -> None:
+def share_slots(num_bytes: int, pools: Sequence[PoolShare]) -> None:
     """Give each pool its slots: one at least, and of what is left its share by weight. Raises
     `ConfigError` if not even that fits.
     """

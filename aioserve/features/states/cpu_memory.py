@@ -95,20 +95,22 @@ def choose_num_state_slots(config: EngineConfig, bytes_per_slot: int, *, is_shar
 # Knows how layers call for attention, settings and sizes. Knows no tensors and no requests.
 
 
-def with_windows(plan: LoadPlan) -> LoadPlan:
+def with_windows(plan: LoadPlan, memory: int | None = None) -> LoadPlan:
     """Return the plan with blocks of their own for layers with a sliding window, where that goes
-    and pays. Raises `ConfigError` if the settings want it where it does not go.
+    and pays. `memory`: bytes for all KV blocks; None: ranks share those of this machine. Raises
+    `ConfigError` if the settings want it where it does not go.
     """
     config, max_model_len = plan.config, plan.info.max_model_len
-    found = _find_window_layers(config, plan.model, max_model_len)
+    found = find_window_layers(config, plan.model, max_model_len)
     if not found:
         return plan
-    spec, num_ranks = plan.specs[0], plan.num_ranks
+    spec, num_ranks = plan.specs[0], plan.num_ranks if memory is None else 1
     bytes_per_token = spec.part(found).bytes_per_token
     others = plan.bytes_per_token - bytes_per_token
 
     def choose() -> int:
-        made = make_window_spec(config, spec, found, max_model_len, others, num_ranks=num_ranks)
+        sizes = spec, found, max_model_len, others
+        made = make_window_spec(config, *sizes, num_ranks=num_ranks, memory=memory)
         return 0 if made is None else made.num_blocks
 
     if not (num_blocks := plan.chosen_by_first(choose)):
@@ -123,7 +125,7 @@ def with_windows(plan: LoadPlan) -> LoadPlan:
     )
 
 
-def _find_window_layers(
+def find_window_layers(
     config: EngineConfig, model: ServedModel, max_model_len: int
 ) -> dict[int, int]:
     """Return the layers that have a pool of their own, with their windows in tokens; none where
@@ -134,7 +136,8 @@ def _find_window_layers(
         for layer, call in enumerate(model.attention_calls)
         if call.options.sliding_window is not None
     }
-    wanted = config.cache.num_window_blocks
+    if (wanted := config.cache.num_window_blocks) == 0:
+        return {}
     if max(found.values(), default=max_model_len) >= max_model_len:
         if wanted is not None:
             raise ConfigError(
@@ -153,10 +156,12 @@ def make_window_spec(
     other_bytes_per_token: int,
     *,
     num_ranks: int = 1,
+    memory: int | None = None,
 ) -> WindowSpec | None:
-    """Return what those layers get on each of `num_ranks` ranks that share the memory: the setting,
-    else what as many requests use as the memory lasts for beside what others keep of them, each of
-    `TYPICAL_TOKENS`. None if there is too little for the steps of the longest request.
+    """Return what those layers get on each of `num_ranks` ranks that share the `memory`, in bytes,
+    by default that of this machine: the setting, else what as many requests use as the memory lasts
+    for beside what others keep of them, each of `TYPICAL_TOKENS`. None if there is too little for
+    the steps of the longest request.
     """
     cache, size = config.cache, config.cache.block_size
     bytes_per_block = spec.part(windows).bytes_per_token * size * num_ranks
@@ -167,7 +172,7 @@ def make_window_spec(
         if cache.num_kv_blocks is not None:
             most = cache.num_kv_blocks  # as many as without a pool of their own
         else:
-            memory = memory_for_requests(config)
+            memory = memory_for_requests(config) if memory is None else memory
             needed = least * bytes_per_block + max_model_len * other_bytes_per_token
             if needed > memory:
                 logger.info(

@@ -5,6 +5,7 @@ cards and models that flashinfer does not. Knows plans and pages; knows nothing 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class DeviceStep(LayerAttention):
         self.cache = cache
         self.arrays = arrays
         self.num_tokens = plan.num_tokens
+        self._slots: dict[bool, Tensor] = {}  # of layers with pages of their own for windows or not
 
     def forward(
         self,
@@ -51,9 +53,17 @@ class DeviceStep(LayerAttention):
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write K and V of the step, [T, Hkv, D], into the cache."""
-        if layer == 0:  # runs first; the others use what it has made
-            self._slots = self.arrays.slots[: self.num_tokens].long()
-        self.cache.store(layer, self._slots, key, value)
+        self.cache.store(layer, self.slots_of(layer), key, value)
+
+    def slots_of(self, layer: int) -> Tensor:
+        """Return where K and V of the step go in the cache of a layer, int64 [T]. Layers ask in the
+        order in which they run.
+        """
+        in_windows = layer in self.cache.window_layers
+        if layer in self.cache.first_layers:  # the others use what it has made
+            slots = self.arrays.pages(in_windows=in_windows).slots
+            self._slots[in_windows] = slots[: self.num_tokens].long()
+        return self._slots[in_windows]
 
     @abstractmethod
     def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
@@ -75,7 +85,8 @@ class DeviceAttention(ABC):
 
 
 class PagedCache:
-    """K and V of every layer, [num_pages + 1, page_size, num_kv_heads, head_dim] each.
+    """K and V of every layer, [num_pages + 1, page_size, num_kv_heads, head_dim] each; layers with
+    a sliding window may have another number of pages.
 
     V of a latent layer is a view of its K. Heads that are stored may be narrower than those of the
     cache, whose other numbers stay 0.
@@ -86,28 +97,48 @@ class PagedCache:
     ) -> None:
         """`keep_finite`: the kernel that reads also multiplies, by 0, what stale pages hold."""
 
-        def allocate(num_kv_heads: int, head_dim: int) -> Tensor:
-            shape = (limits.num_pages + 1, limits.page_size, num_kv_heads, head_dim)
+        windows, num_layers = limits.windows, len(spec.layers)
+        #: Layers whose pages are of the pool of windows.
+        self.window_layers = frozenset[int]() if windows is None else windows.layers
+
+        def allocate(layer: int, num_kv_heads: int, head_dim: int) -> Tensor:
+            num_pages = limits.num_pages
+            if windows is not None and layer in windows.layers:
+                num_pages = windows.num_pages
+            shape = (num_pages + 1, limits.page_size, num_kv_heads, head_dim)
             return torch.zeros(shape, dtype=spec.dtype, device=device)
 
+        pools = [self.window_layers, frozenset(range(num_layers)) - self.window_layers]
+        #: Those that run first of each pool.
+        self.first_layers = {min(layers) for layers in pools if layers}
         self._dtype = spec.dtype
         self.is_finite = keep_finite
         self._is_latent = [s.is_latent for s in spec.layers]
-        self.keys = [allocate(s.num_kv_heads, s.key_head_dim) for s in spec.layers]
+        layers = list(enumerate(spec.layers))
+        self.keys = [allocate(layer, s.num_kv_heads, s.key_head_dim) for layer, s in layers]
         self.values = [
-            keys[..., : s.value_head_dim]
+            self.keys[layer][..., : s.value_head_dim]
             if s.is_latent
-            else allocate(s.num_kv_heads, s.value_head_dim)
-            for keys, s in zip(self.keys, spec.layers, strict=True)
+            else allocate(layer, s.num_kv_heads, s.value_head_dim)
+            for layer, s in layers
         ]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is allocated, each once: K of all layers, then V of those that are not
-        latent.
+        """All that is allocated of the main pool, each once: K of all its layers, then V of those
+        that are not latent.
         """
-        pairs = zip(self.values, self._is_latent, strict=True)
-        return [*self.keys, *(values for values, is_latent in pairs if not is_latent)]
+        return self._of(n for n in range(len(self.keys)) if n not in self.window_layers)
+
+    @property
+    def window_tensors(self) -> list[Tensor]:
+        """The same of the pool of windows."""
+        return self._of(sorted(self.window_layers))
+
+    def _of(self, layers: Iterable[int]) -> list[Tensor]:
+        layers = list(layers)
+        keys = [self.keys[layer] for layer in layers]
+        return [*keys, *(self.values[layer] for layer in layers if not self._is_latent[layer])]
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write `key` and `value` [T, Hkv, D] to `slots` (int64 [T])."""
@@ -149,9 +180,14 @@ class GatheredStep(DeviceStep):
         # lists, because the host's side of the arena changes before the device gets here
         rows = plan.num_padded_rows
         self._token_bounds: list[int] = plan.host.qo_indptr[: rows + 1].tolist()
-        self._page_bounds: list[int] = plan.host.kv_indptr[: rows + 1].tolist()
-        self._seq_lens: list[int] = plan.host.seq_lens[:rows].tolist()
         self._num_decodes = rows if plan.is_decode else plan.num_decodes
+        self._seq_lens: list[int] = plan.host.seq_lens[:rows].tolist()
+        #: By pool, where the pages of rows begin among all, and at which positions.
+        self._bounds: dict[bool, tuple[list[int], list[int]]] = {}
+        for in_windows in (False, True) if cache.window_layers else (False,):
+            pages = plan.host.pages(in_windows=in_windows)
+            firsts = (plan.host.seq_lens[:rows] - pages.seq_lens[:rows]).tolist()
+            self._bounds[in_windows] = pages.kv_indptr[: rows + 1].tolist(), firsts
 
     def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         out = query.new_empty(*query.shape[:2], self.cache.values[layer].shape[3])
@@ -173,12 +209,13 @@ class GatheredStep(DeviceStep):
         caches = self.cache.keys[layer], self.cache.values[layer]
         kv_width = caches[0].shape[2] * caches[0].shape[3]
         sees_ahead = self._ahead is not None and self._ahead.in_layer(options.sliding_window)
-        first = 0 if decodes else self._num_decodes
-        for tokens, pages, position in self._pieces(query.shape[1], kv_width, first):
+        first, in_windows = 0 if decodes else self._num_decodes, layer in self.cache.window_layers
+        pieces = self._pieces(query.shape[1], kv_width, first, in_windows)
+        for tokens, pages, begin, position in pieces:
             rows = len(pages)
             keys, values = (cache[pages].view(rows, -1, *cache.shape[2:]) for cache in caches)
             keys, values = keys[..., : query.shape[2]], values[..., : out.shape[2]]
-            key_position = torch.arange(keys.shape[1], device=query.device)
+            key_position = begin + torch.arange(keys.shape[1], device=query.device)
             hidden = key_position > position
             if self._ahead is not None and sees_ahead:
                 hidden = key_position >= self._ahead.ends[tokens].view(position.shape)
@@ -193,13 +230,16 @@ class GatheredStep(DeviceStep):
             out[tokens] = attended.reshape(-1, *out.shape[1:])
 
     def _pieces(
-        self, num_heads: int, kv_width: int, first: int
-    ) -> list[tuple[slice, Tensor, Tensor]]:
-        """Return tokens, the pages [rows, width] that they look at, and where they stand [rows, Q,
-        1], of the rows from the `first` on: some decodes, or some tokens of one prompt.
+        self, num_heads: int, kv_width: int, first: int, in_windows: bool
+    ) -> list[tuple[slice, Tensor, int | Tensor, Tensor]]:
+        """Return tokens, the pages [rows, width] that they look at, the position at which these
+        begin [rows, 1, 1], and those of the tokens [rows, Q, 1], of the rows from the `first` on:
+        some decodes, or some tokens of one prompt.
         """
-        pieces = []
-        bounds, indices = self._page_bounds, self.arrays.kv_indices
+        pieces: list[tuple[slice, Tensor, int | Tensor, Tensor]] = []
+        bounds, firsts = self._bounds[in_windows]
+        arrays = self.arrays.pages(in_windows=in_windows)
+        indices, lengths = arrays.kv_indices, self.arrays.seq_lens[:, None, None]
         page_size = self.cache.keys[0].shape[1]
         begin = first
         while begin < self._num_decodes:
@@ -211,12 +251,14 @@ class GatheredStep(DeviceStep):
                 ):
                     break
                 width, end = widest, end + 1
-            starts = self.arrays.kv_indptr[begin:end, None]
+            starts = arrays.kv_indptr[begin:end, None]
             # what lies beyond a row's own pages is masked: any page will do there
             column = starts + torch.arange(width, device=indices.device)
             pages = indices[column.clamp(max=bounds[-1] - 1)]
-            position = self.arrays.seq_lens[begin:end, None, None] - 1
-            pieces.append((slice(begin, end), pages, position))
+            first_position: int | Tensor = 0
+            if in_windows:
+                first_position = (lengths - arrays.seq_lens[:, None, None])[begin:end]
+            pieces.append((slice(begin, end), pages, first_position, lengths[begin:end] - 1))
             begin = end
         for row in range(self._num_decodes, len(bounds) - 1):
             pages = indices[None, bounds[row] : bounds[row + 1]]
@@ -226,7 +268,8 @@ class GatheredStep(DeviceStep):
             position = position + (self._seq_lens[row] - (last - first))
             for token in range(first, last, size):
                 tokens = slice(token, min(token + size, last))
-                pieces.append((tokens, pages, position[:, token - first : tokens.stop - first]))
+                own = position[:, token - first : tokens.stop - first]
+                pieces.append((tokens, pages, firsts[row], own))
         return pieces
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from aioserve.errors import AioserveError, ConfigError, RunnerDeadError
+from aioserve.features.kv_connector.host_blocks import KeptTensors
 from aioserve.features.lora.peft_directory import AdapterFiles
 from aioserve.features.lora.products import Adapter, LowRankOwners, LowRankTokens
 from aioserve.features.lora.rows import AdapterRows, LoadedLowRank, put_on
@@ -36,7 +37,7 @@ from aioserve.gpu.cuda.sampler import (
     plan_prompts,
     read_result,
 )
-from aioserve.kv_cache import Ahead
+from aioserve.kv_cache import BLOCKS, Ahead, WindowPool
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.params import SamplingParams
 from aioserve.runner import interface
@@ -65,6 +66,7 @@ from aioserve.scheduler.output import CachedRequestData, NewRequestData, Schedul
 from aioserve.support.progress import stage
 
 if TYPE_CHECKING:
+    from aioserve.kv_cache import WindowSpec
     from aioserve.runner.ranks import Ranks
 
 
@@ -250,12 +252,14 @@ class StepExecutor:
         *,
         hidden_size: int = 0,
         adapter_room: int = 0,
+        windows: "WindowSpec | None" = None,
         ranks: "Ranks | None" = None,
     ) -> None:
         """`sampler`: for the limits of `layout`, whose `arena` [layout.size], int32 on the device,
         is where steps are staged. `hidden_size`: of the model's hidden states, where prompts are to
-        become vectors of them. `adapter_room`: bytes on the device that adapters may take. `ranks`:
-        of which this is one; all get the tokens that the first one samples.
+        become vectors of them. `adapter_room`: bytes on the device that adapters may take.
+        `windows`: of the layers that have pages of their own. `ranks`: of which this is one; all
+        get the tokens that the first one samples.
         """
         limits = layout.limits
         self._device = device
@@ -288,6 +292,7 @@ class StepExecutor:
             supports_pooling=model.halves is not None and hidden_size > 0,
             supports_images=model.image_encoder is not None,
             max_draft_tokens=parts.max_draft_tokens,
+            windows=windows,
         )
 
     @property
@@ -395,10 +400,14 @@ class StepExecutor:
         self._host_blocks = blocks
 
     @property
-    def _kept(self) -> list[Tensor]:
-        """What lies on the device of each KV block."""
+    def _kept(self) -> list[KeptTensors]:
+        """What lies on the device of each block, by pool."""
+        cache = self._attention.cache
         of_drafter = () if self._drafter is None else self._drafter.kept
-        return [*self._attention.cache.tensors, *of_drafter]
+        pools = [KeptTensors(BLOCKS, [*cache.tensors, *of_drafter], 1)]
+        if cache.window_layers:
+            pools.append(KeptTensors(WindowPool.name, cache.window_tensors, 1))
+        return pools
 
     def _finish_copies(self, copied: Copied | None) -> None:
         if copied is not None and self._host_blocks is not None:

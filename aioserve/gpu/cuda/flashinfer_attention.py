@@ -10,7 +10,7 @@ it gathers pages (reads and writes them), and makes them float32 (reads, writes,
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -60,6 +60,7 @@ class LayerKind(NamedTuple):
     softcap: float  # 0: none
     has_sinks: bool = False
     rope_dim: int | None = None  # what keys have besides values, in latent attention
+    in_windows: bool = False  # whether their pages are of the pool of windows
 
 
 def why_not(
@@ -196,7 +197,8 @@ class FlashInferAttention(DeviceAttention):
         self._limits = limits
         self._arrays = arrays
         self._guard: Event | None = None
-        self._kinds = _kinds(spec, calls, max_model_len)
+        windows = frozenset[int]() if limits.windows is None else limits.windows.layers
+        self._kinds = _kinds(spec, calls, max_model_len, windows)
         self._value_dims = [layer.value_head_dim for layer in spec.layers]
         sinks = [call.options.sinks for call in calls]
         self._sinks = [None if own is None else own.float().contiguous() for own in sinks]
@@ -204,18 +206,18 @@ class FlashInferAttention(DeviceAttention):
         # one for all: they are used one after another, on one stream
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device.torch_device)
         kinds = list(dict.fromkeys(self._kinds))
+        self._pools = sorted({kind.in_windows for kind in kinds})
 
-        def make(is_decode: bool, graph: _Rows | None = None) -> dict[LayerKind, _Wrapper]:
-            return {
-                kind: _make_wrapper(flashinfer, workspace, kind, dtypes, is_decode, graph)
-                for kind in kinds
-            }
+        def make(is_decode: bool, size: int = 0) -> dict[LayerKind, _Wrapper]:
+            made = {}
+            for kind in kinds:
+                graph = _decodes(arrays, size, kind) if size else None
+                made[kind] = _make_wrapper(flashinfer, workspace, kind, dtypes, is_decode, graph)
+            return made
 
         self._prefill = make(is_decode=False)
         # by captured size; 0 is for any number of rows, without a graph
-        self._decode = {0: make(is_decode=True)}
-        for size in capture_sizes:
-            self._decode[size] = make(is_decode=True, graph=_decodes(arrays, size))
+        self._decode = {size: make(is_decode=True, size=size) for size in (0, *capture_sizes)}
 
     def begin(
         self, plan: StepPlan, arrays: Sections[Tensor], ahead: SeenAhead | None = None
@@ -226,40 +228,42 @@ class FlashInferAttention(DeviceAttention):
         size = plan.num_padded_rows if plan.is_decode else plan.num_decodes
         captured = plan.is_decode and size in self._decode
         decode = self._decode[size if captured else 0]
-        page_size = self._limits.page_size
-        if size:
-            rows = self._decode_rows(plan, size)
-            for wrapper in decode.values():
-                wrapper.plan(rows, page_size)
-        if not plan.is_decode:
-            rows = self._prompt_rows(plan)
-            for wrapper in self._prefill.values():
-                wrapper.plan(rows, page_size)
+        for in_windows in self._pools:
+            if size:
+                self._plan(decode, self._decode_rows(plan, size, in_windows), in_windows)
+            if not plan.is_decode:
+                self._plan(self._prefill, self._prompt_rows(plan, in_windows), in_windows)
         self._guard = self._device.record()
         return _PlannedStep(self, decode, size, plan, ahead)
 
+    def _plan(self, wrappers: "dict[LayerKind, _Wrapper]", rows: "_Rows", in_windows: bool) -> None:
+        for kind, wrapper in wrappers.items():
+            if kind.in_windows is in_windows:
+                wrapper.plan(rows, self._limits.page_size)
+
     # Lengths from the host, page indices on the device: anything else would wait for the device.
 
-    def _decode_rows(self, plan: StepPlan, size: int) -> "_Rows":
-        indices = self._arrays.kv_indices[: plan.num_decode_page_entries]
-        host = plan.host
+    def _decode_rows(self, plan: StepPlan, size: int, in_windows: bool) -> "_Rows":
+        host, end = plan.host, plan.page_entries(in_windows=in_windows)[0]
+        pages = host.pages(in_windows=in_windows)
         return _Rows(
             torch.from_numpy(host.qo_indptr[: size + 1]),
-            torch.from_numpy(host.kv_indptr[: size + 1]),
-            indices,
+            torch.from_numpy(pages.kv_indptr[: size + 1]),
+            self._arrays.pages(in_windows=in_windows).kv_indices[:end],
             torch.from_numpy(host.last_page_len[:size]),
-            torch.from_numpy(host.seq_lens[:size]),
+            torch.from_numpy(pages.seq_lens[:size]),
         )
 
-    def _prompt_rows(self, plan: StepPlan) -> "_Rows":
+    def _prompt_rows(self, plan: StepPlan, in_windows: bool) -> "_Rows":
         host, first = plan.host, plan.num_decodes
         num_prefills = plan.num_rows - first
+        pages, entries = host.pages(in_windows=in_windows), plan.page_entries(in_windows=in_windows)
         return _Rows(
             torch.from_numpy(host.prefill_qo_indptr[: num_prefills + 1]),
-            torch.from_numpy(host.prefill_kv_indptr[: num_prefills + 1]),
-            self._arrays.kv_indices[plan.num_decode_page_entries : plan.num_page_entries],
+            torch.from_numpy(pages.prefill_kv_indptr[: num_prefills + 1]),
+            self._arrays.pages(in_windows=in_windows).kv_indices[slice(*entries)],
             torch.from_numpy(host.last_page_len[first : plan.num_rows]),
-            torch.from_numpy(host.seq_lens[first : plan.num_rows]),
+            torch.from_numpy(pages.seq_lens[first : plan.num_rows]),
         )
 
 
@@ -316,13 +320,14 @@ class _Rows(NamedTuple):
     seq_lens: Tensor  # B
 
 
-def _decodes(arrays: Sections[Tensor], size: int) -> _Rows:
+def _decodes(arrays: Sections[Tensor], size: int, kind: LayerKind) -> _Rows:
+    pages = arrays.pages(in_windows=kind.in_windows)
     return _Rows(
         arrays.qo_indptr[: size + 1],
-        arrays.kv_indptr[: size + 1],
-        arrays.kv_indices,
+        pages.kv_indptr[: size + 1],
+        pages.kv_indices,
         arrays.last_page_len[:size],
-        arrays.seq_lens[:size],
+        pages.seq_lens[:size],
     )
 
 
@@ -529,11 +534,14 @@ def _settings(kind: LayerKind, dtypes: tuple[torch.dtype, torch.dtype]) -> dict[
 
 
 def _kinds(
-    spec: KVCacheSpec, calls: Sequence[AttentionCall], max_model_len: int
+    spec: KVCacheSpec,
+    calls: Sequence[AttentionCall],
+    max_model_len: int,
+    windows: Collection[int] = (),
 ) -> list[LayerKind]:
-    """Return the kind of each layer."""
-    layers = map(_stored, spec.layers)
-    return [_kind(call, layer, max_model_len) for call, layer in zip(calls, layers, strict=True)]
+    """Return the kind of each layer; those of `windows` have pages of their own."""
+    kinds = map(partial(_kind, max_model_len=max_model_len), calls, map(_stored, spec.layers))
+    return [kind._replace(in_windows=layer in windows) for layer, kind in enumerate(kinds)]
 
 
 def _kind(call: AttentionCall, layer: LayerSpec, max_model_len: int) -> LayerKind:

@@ -28,7 +28,7 @@ class TritonOps(TorchOps):
     def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:
         assert isinstance(attention, DeviceStep)
         self._step = attention
-        self._positions, self._slots = inputs.positions, inputs.slots
+        self._positions = inputs.positions
 
     def rms_norm(self, x: Tensor, norm: RMSNorm, out: Tensor) -> None:
         self._kernels.rms_norm(x, norm.weight, norm.eps, out)
@@ -48,7 +48,7 @@ class TritonOps(TorchOps):
             qkv,
             layer.cos_sin,
             self._positions,
-            self._slots,
+            step.slots_of(layer.index),
             step.cache.keys[layer.index],
             step.cache.values[layer.index],
             layer.num_heads,

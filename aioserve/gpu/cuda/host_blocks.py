@@ -8,6 +8,7 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,16 +17,20 @@ from aioserve.errors import ConfigError
 from aioserve.features.kv_connector import HostMemoryWorker
 from aioserve.features.kv_connector.host_blocks import (
     KeptTensors,
-    count_slots,
     describe_layout,
+    share_slots,
     sizes_of,
 )
-from aioserve.gpu.cuda.device import Device, Event, Moment, StagingRing
+from aioserve.gpu.cuda.device import Device, Event, HostSlot, Moment, StagingRing
 from aioserve.kv_cache import BLOCKS, KVConnectorMetadata
+from aioserve.runner.interface import SlotGroup
 
 # Of each of two buffers on the device, or one block: while one is filled, the other is copied. A
 # guess: too little to be missed there, and as much as a link moves in about a millisecond.
 STAGE_BYTES = 16 << 20
+
+Pairs = Sequence[tuple[int, int]]
+_Parts = Sequence[tuple[Tensor, slice]]  # bytes of a cache, and their place in a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,107 +39,165 @@ class Copied:
 
     done: Moment
     num_loads: int
+    num_bytes_loaded: int
     loads_began: Moment | None
 
 
 @dataclass(slots=True)
 class _Stage:
-    """A buffer of blocks on their way, [blocks, bytes], and the step and copy that used it last."""
+    """A buffer of blocks on their way, and the step and copy that used it last."""
 
-    blocks: Tensor
+    memory: Tensor
     step: Event | None = None
     copy: Moment | None = None
 
 
+class _Slots:
+    """The slots in host memory for the blocks of one pool."""
+
+    def __init__(self, kept: KeptTensors, noted: Tensor | None = None) -> None:
+        self.name, self.weight = kept.name, kept.weight
+        self.block_bytes = sum(sizes_of(kept.tensors)) + (noted is not None)
+        self.num_slots = 0
+        self.slots: Sequence[HostSlot] = ()
+        self.parts: _Parts = []
+        self.noted: Tensor | None = None
+        self.attach(kept, noted)
+
+    def attach(self, kept: KeptTensors, noted: Tensor | None) -> None:
+        """Copy from and to these from now on, which are as those were that it was made for."""
+        sizes = sizes_of(kept.tensors)
+        assert sum(sizes) + (noted is not None) == self.block_bytes, "of the same model"
+        ends = itertools.accumulate(sizes)
+        self.noted = noted
+        self.parts = [
+            (cache.view(torch.uint8).view(len(cache), -1), slice(end - size, end))
+            for cache, size, end in zip(kept.tensors, sizes, ends, strict=True)
+        ]
+
+    def pieces(self, count: int) -> list[slice]:
+        """Return `count` blocks in pieces that fit into a buffer on the device."""
+        size = num_staged(self.block_bytes)
+        return [slice(begin, begin + size) for begin in range(0, count, size)]
+
+    def notes(self, saves: Pairs, loads: Pairs) -> list[int]:
+        """Return the noted byte of each block that is saved. Loaded blocks get theirs."""
+        if self.noted is None:
+            return []
+        found: list[int] = self.noted[[block for block, _ in saves], 0].tolist()
+        saved = dict(zip((slot for _, slot in saves), found, strict=True))
+        for slot, block in loads:
+            kept = saved[slot] if slot in saved else int(self.slots[slot].tensor[-1])
+            self.noted[block] = kept
+        return found
+
+
 class DeviceBlocks(HostMemoryWorker):
-    """Slots in host memory, as many as fit a number of bytes, which are taken at once."""
+    """Slots in host memory for what each pool has, as many as fit a number of bytes, which are
+    taken at once.
+    """
 
     def __init__(
         self,
         device: Device,
-        caches: Sequence[Tensor],
+        kept: Sequence[KeptTensors],
         num_bytes: int,
         computed: str,
         noted: Tensor | None = None,
     ) -> None:
-        """`caches` are K and V of every layer, [num_pages, ...], each page in one piece; `computed`
-        says by what. `noted`: a byte for each block, which the host has, uint8 [num_pages, 1]; it
-        may only be given where no step is in flight when copies are queued. Raises `ConfigError` if
-        there is no room for a block, or no such memory.
+        """Pages of `kept` lie in one piece each; `computed` says by what. `noted`: a byte for each
+        KV block, which the host has, uint8 [num_pages, 1]; it may only be given where no step is in
+        flight when copies are queued. Raises `ConfigError` if there is no room for a block of each
+        pool, or no such memory.
         """
-        parts = caches if noted is None else [*caches, noted]
-        self.block_bytes = sum(sizes_of(parts))
-        self.num_slots = count_slots(num_bytes, self.block_bytes)
-        self.layout = describe_layout(computed, [KeptTensors(BLOCKS, parts, 1)])
+        of_blocks = [own for own in kept if own.name == BLOCKS]
+        if noted is not None:
+            of_blocks = [own._replace(tensors=[*own.tensors, noted]) for own in of_blocks]
+        others = [own for own in kept if own.name != BLOCKS]
+        self.layout = describe_layout(computed, [*of_blocks, *others])
+        every = [_Slots(own, noted if own.name == BLOCKS else None) for own in kept]
+        self._pools = {slots.name: slots for slots in every if slots.block_bytes}
+        share_slots(num_bytes, list(self._pools.values()))
         self._device = device
         self._copies = device.copy_queue()
         try:
-            self._slots = self._copies.slots(self.num_slots, self.block_bytes)
+            for own in self._pools.values():
+                own.slots = self._copies.slots(own.num_slots, own.block_bytes)
         except RuntimeError as error:
             what = str(error).partition("\n")[0]
             raise ConfigError(
                 f"no {num_bytes >> 20:,} MiB of host memory for a device to copy to: {what} "
                 "(cache.kv_connector_gib)"
             ) from error
-        self._num_staged = num_staged(self.block_bytes)
+        kv_blocks = self._pools.get(BLOCKS)
+        self.num_slots = 0 if kv_blocks is None else kv_blocks.num_slots
+        self.block_bytes = 0 if kv_blocks is None else kv_blocks.block_bytes
+        self._num_bytes_loaded = 0
         place = device.torch_device
-        shape = (self._num_staged, self.block_bytes)
+        size = device_bytes(*(own.block_bytes for own in self._pools.values())) // 2
         self._stages = deque(
-            _Stage(torch.empty(shape, dtype=torch.uint8, device=place)) for _ in range(2)
+            _Stage(torch.empty(size, dtype=torch.uint8, device=place)) for _ in range(2)
         )
-        self._parts: list[tuple[Tensor, slice]] = []
-        self.attach(caches, noted)
-        num_ids = self.num_slots + len(caches[0])  # saves and loads of the largest step
-        self._ids = torch.empty(2, num_ids, dtype=torch.int32, device=place)  # and what is noted
+        # Saves and loads of the largest step, and what is noted of them.
+        num_ids = sum(own.num_slots for own in self._pools.values())
+        num_ids += sum(len(own.tensors[0]) for own in kept if own.tensors)
+        self._ids = torch.empty(2 * num_ids, dtype=torch.int32, device=place)
         self._ring = StagingRing(device, 2 * num_ids)
 
-    def attach(self, caches: Sequence[Tensor], noted: Tensor | None) -> None:
+    @property
+    def groups(self) -> list[SlotGroup]:
+        return [SlotGroup(own.name, own.num_slots, own.block_bytes) for own in self._pools.values()]
+
+    @property
+    def num_bytes_loaded(self) -> int:
+        return self._num_bytes_loaded
+
+    def attach(self, kept: Sequence[KeptTensors], noted: Tensor | None) -> None:
         """Copy from and to these from now on, which are as those were that it was made for."""
-        sizes = sizes_of(caches)
-        self._noted = noted
-        assert sum(sizes) + (noted is not None) == self.block_bytes, "of the same model"
-        self._parts = [
-            (cache.view(torch.uint8).view(len(cache), -1), slice(end - size, end))
-            for cache, size, end in zip(caches, sizes, itertools.accumulate(sizes), strict=True)
-        ]
+        for own in kept:
+            if own.name in self._pools:
+                self._pools[own.name].attach(own, noted if own.name == BLOCKS else None)
 
     def detach(self) -> None:
         """Let go of the caches, whose memory is freed."""
-        self._parts, self._noted = [], None
+        for own in self._pools.values():
+            own.parts, own.noted = [], None
 
     def memory(self, slot: int) -> memoryview:
-        return self._slots[slot].tensor.numpy().data
+        for own in self._pools.values():
+            if slot < own.num_slots:
+                return own.slots[slot].tensor.numpy().data
+            slot -= own.num_slots
+        raise IndexError("there are fewer slots")
 
     def transfer(self, metadata: KVConnectorMetadata) -> Copied:
         """Queue the copies of a step before its forward pass; the step is not back before they are
         `finish`ed.
         """
-        saves, loads = metadata.saves, metadata.loads
-        block_ids = [block for block, _ in saves] + [block for _, block in loads]
-        count = len(block_ids)
+        words: list[int] = []
+        copies = []
+        for name, (saves, loads) in metadata.by_pool.items():
+            if saves or loads:
+                begin = len(words)
+                words += [block for block, _ in saves] + [block for _, block in loads]
+                first, end = begin + len(saves), len(words)
+                own = self._pools[name]
+                words += own.notes(saves, loads)
+                places = slice(begin, first), slice(first, end), slice(end, len(words))
+                copies.append((own, saves, loads, places))
         buffer = self._ring.take()
-        buffer.array[:count] = block_ids
-        if self._noted is not None:
-            notes_of = self._noted[block_ids, 0].numpy()
-            buffer.array[count : 2 * count] = notes_of
-            saved = dict(zip((slot for _, slot in saves), notes_of.tolist(), strict=False))
-            for slot, block in loads:
-                kept = saved[slot] if slot in saved else int(self._slots[slot].tensor[-1])
-                self._noted[block] = kept
-        staged = self._ids.view(-1)[: 2 * count]
+        buffer.array[: len(words)] = words
+        staged = self._ids[: len(words)]
         self._device.stage(staged, buffer)
         self._ring.guard()
-        ids, notes = staged.view(2, count)
-        for begin in range(0, len(saves), self._num_staged):
-            pairs = saves[begin : begin + self._num_staged]
-            part = slice(begin, begin + len(pairs))
-            self._save(ids[part], notes[part], [slot for _, slot in pairs])
-        loads_began = self._copies.record() if loads else None
-        for begin in range(0, len(loads), self._num_staged):
-            pairs = loads[begin : begin + self._num_staged]
-            first = len(saves) + begin
-            self._load([slot for slot, _ in pairs], ids[first : first + len(pairs)])
-        return Copied(self._copies.record(), len(loads), loads_began)
+        for own, saves, _, (ids, _, notes) in copies:
+            self._save(own, staged[ids], staged[notes], [slot for _, slot in saves])
+        num_loads = sum(len(loads) for _, _, loads, _ in copies)
+        loads_began = self._copies.record() if num_loads else None
+        for own, _, loads, (_, ids, _) in copies:
+            self._load(own, [slot for slot, _ in loads], staged[ids])
+        num_bytes = sum(len(loads) * own.block_bytes for own, _, loads, _ in copies)
+        return Copied(self._copies.record(), num_loads, num_bytes, loads_began)
 
     def finish(self, copied: Copied) -> None:
         """Wait for them; from any thread. Also if the step failed: slots are given to others then.
@@ -143,50 +206,54 @@ class DeviceBlocks(HostMemoryWorker):
         copied.done.wait()
         if copied.loads_began is not None:
             self.num_loaded += copied.num_loads
+            self._num_bytes_loaded += copied.num_bytes_loaded
             self.load_seconds += copied.done.since(copied.loads_began)
 
-    def _save(self, ids: Tensor, notes: Tensor, slots: list[int]) -> None:
-        stage = self._take_stage()
-        blocks, parts, has_notes = stage.blocks[: len(slots)], self._parts, self._noted is not None
-
-        def gather() -> None:
-            rows = ids.long()
-            for cache, part in parts:
-                blocks[:, part] = cache[rows]
-            if has_notes:
-                blocks[:, -1] = notes.to(torch.uint8)
-
-        if stage.copy is not None:
-            self._copies.lead(stage.copy)
-        self._device.launch(gather)
-        stage.step = self._device.record()
-        self._copies.follow(stage.step)
-        for slot, block in zip(slots, blocks, strict=True):
-            self._copies.save(self._slots[slot], block)
-        stage.copy = self._copies.record()
-
-    def _load(self, slots: list[int], ids: Tensor) -> None:
-        stage = self._take_stage()
-        blocks, parts = stage.blocks[: len(slots)], self._parts
-
-        def scatter() -> None:
-            rows = ids.long()
-            for cache, part in parts:
-                cache[rows] = blocks[:, part]
-
-        if stage.step is not None:
+    def _save(self, own: _Slots, ids: Tensor, notes: Tensor, slots: list[int]) -> None:
+        """Copy blocks `ids`, with their `notes` if some are kept, to as many `slots`."""
+        for some in own.pieces(len(slots)):
+            stage, blocks = self._take_stage(own, len(slots[some]))
+            if stage.copy is not None:
+                self._copies.lead(stage.copy)
+            self._device.launch(partial(_gather, own.parts, blocks, ids[some], notes[some]))
+            stage.step = self._device.record()
             self._copies.follow(stage.step)
-        for slot, block in zip(slots, blocks, strict=True):
-            self._copies.load(block, self._slots[slot])
-        stage.copy = self._copies.record()
-        self._copies.lead(stage.copy)
-        self._device.launch(scatter)
-        stage.step = self._device.record()
+            for slot, block in zip(slots[some], blocks, strict=True):
+                self._copies.save(own.slots[slot], block)
+            stage.copy = self._copies.record()
 
-    def _take_stage(self) -> _Stage:
-        """Return the one that was used before the last."""
+    def _load(self, own: _Slots, slots: list[int], ids: Tensor) -> None:
+        """Copy `slots` to as many blocks `ids`."""
+        for some in own.pieces(len(slots)):
+            stage, blocks = self._take_stage(own, len(slots[some]))
+            if stage.step is not None:
+                self._copies.follow(stage.step)
+            for slot, block in zip(slots[some], blocks, strict=True):
+                self._copies.load(block, own.slots[slot])
+            stage.copy = self._copies.record()
+            self._copies.lead(stage.copy)
+            self._device.launch(partial(_scatter, own.parts, blocks, ids[some]))
+            stage.step = self._device.record()
+
+    def _take_stage(self, own: _Slots, count: int) -> tuple[_Stage, Tensor]:
+        """Return the one that was used before the last, and `count` blocks of it."""
         self._stages.rotate()
-        return self._stages[0]
+        stage = self._stages[0]
+        return stage, stage.memory[: count * own.block_bytes].view(count, -1)
+
+
+def _gather(parts: _Parts, blocks: Tensor, ids: Tensor, notes: Tensor) -> None:
+    rows = ids.long()
+    for cache, part in parts:
+        blocks[:, part] = cache[rows]
+    if len(notes):
+        blocks[:, -1] = notes.to(torch.uint8)
+
+
+def _scatter(parts: _Parts, blocks: Tensor, ids: Tensor) -> None:
+    rows = ids.long()
+    for cache, part in parts:
+        cache[rows] = blocks[:, part]
 
 
 def num_staged(block_bytes: int) -> int:
@@ -194,6 +261,6 @@ def num_staged(block_bytes: int) -> int:
     return max(1, STAGE_BYTES // block_bytes)
 
 
-def device_bytes(block_bytes: int) -> int:
-    """Return what a connector takes on the device."""
-    return 2 * num_staged(block_bytes) * block_bytes
+def device_bytes(*block_bytes: int) -> int:
+    """Return what a connector takes on the device for blocks of these sizes, each of a pool."""
+    return 2 * max((num_staged(size) * size for size in block_bytes if size), default=0)

@@ -23,6 +23,7 @@ from aioserve.features.grammars.rows import MAX_GUESSES
 from aioserve.features.lora.peft_directory import stored_parameters
 from aioserve.features.spec_decode.drafts import find_draft
 from aioserve.features.spec_decode.model_drafter import Draft, DraftRunner, DraftSource, Forward
+from aioserve.features.states.cpu_memory import find_window_layers, with_windows
 from aioserve.gpu.cuda.attention import (
     DeviceAttention,
     DeviceStep,
@@ -41,7 +42,7 @@ from aioserve.gpu.cuda.flashinfer_attention import (
 )
 from aioserve.gpu.cuda.fused import CudaPlace
 from aioserve.gpu.cuda.host_blocks import device_bytes
-from aioserve.gpu.cuda.plan import Layout, Limits, plan_step
+from aioserve.gpu.cuda.plan import Layout, Limits, WindowLimits, plan_step
 from aioserve.gpu.cuda.sampler import DeviceSampler, Draw, DrawColumns, draw, write_logprobs
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import family_of
@@ -84,13 +85,14 @@ class MemoryPlan:
     page_bytes: int
     adapters: int = 0  # those that are loaded at start; others take what is left
     images: int = 0  # outputs of the encoder, as many as it keeps
+    windows: int = 0  # pages of layers with a sliding window, their dummy page included
 
     @property
     def total(self) -> int:
         """All bytes that the plan gives out, the dummy page included."""
         pool = (self.num_pages + 1) * self.page_bytes
-        parts = self.weights, self.activations, self.graphs, self.adapters, self.images
-        return sum(parts) + pool
+        parts = self.weights, self.activations, self.graphs, self.adapters
+        return sum(parts) + self.images + self.windows + pool
 
     def describe(self, page_size: int, max_model_len: int) -> str:
         """Return one line with every number."""
@@ -100,6 +102,7 @@ class MemoryPlan:
             f"activations {self.activations / GIB:.2f}, CUDA graphs {self.graphs / GIB:.2f}, "
             f"{f'adapters {self.adapters / GIB:.2f}, ' if self.adapters else ''}"
             f"{f'encoded images {self.images / GIB:.2f}, ' if self.images else ''}"
+            f"{f'window blocks {self.windows / GIB:.2f}, ' if self.windows else ''}"
             f"KV pool {self.num_pages * self.page_bytes / GIB:.2f}: {num_tokens} tokens, "
             f"{num_tokens / max_model_len:.1f} requests of {max_model_len}"
         )
@@ -128,31 +131,39 @@ def plan_memory(
     max_model_len: int,
     adapters: int = 0,
     images: int = 0,
+    windows: int = 0,
 ) -> MemoryPlan:
     """Give the KV pool what the others leave. Raises `ConfigError` that names what to turn.
 
-    Never more than `max_useful_blocks`, unless set.
+    Never more than `max_useful_blocks`, unless set. Without `page_bytes`, all layers have pages of
+    their own for windows, and its blocks only count tokens.
     """
-    cache = config.cache
+    cache, useful = config.cache, max_useful_blocks(config, max_model_len)
     budget = card.budget(config.runner.gpu_memory_utilization)
-    left = budget - weights - activations - graphs - adapters - images
-    num_pages = left // page_bytes - 1  # the dummy page
+    left = budget - weights - activations - graphs - adapters - images - windows
     wanted = cache.num_kv_blocks
-    if wanted is None and cache.kv_cache_gib is not None:
-        wanted = int(cache.kv_cache_gib * GIB) // page_bytes
-    if num_pages < max(wanted or 1, 1):
-        others = f", adapters {adapters / GIB:.2f}" if adapters else ""
-        others += f", encoded images {images / GIB:.2f}" if images else ""
+    if page_bytes:
+        num_pages = left // page_bytes - 1  # the dummy page
+        if wanted is None and cache.kv_cache_gib is not None:
+            wanted = (int(cache.kv_cache_gib * GIB) - windows) // page_bytes
+    else:
+        num_pages = max(useful, wanted or 0) if left >= 0 else 0
+    fitting = num_pages if wanted is None else min(num_pages, wanted)
+    if fitting < max(wanted or 1, 1):
+        others = ("adapters", adapters), ("encoded images", images), ("window blocks", windows)
+        more = "".join(f", {name} {size / GIB:.2f}" for name, size in others if size)
         raise ConfigError(
             f"the KV pool needs {max(wanted or 1, 1)} blocks of {page_bytes} bytes, "
-            f"{max(num_pages, 0)} fit: of {budget / GIB:.2f} GiB, weights take "
+            f"{max(fitting, 0)} fit: of {budget / GIB:.2f} GiB, weights take "
             f"{weights / GIB:.2f}, activations {activations / GIB:.2f} and CUDA graphs "
-            f"{graphs / GIB:.2f}{others} (raise gpu_memory_utilization, lower "
-            "max_num_batched_tokens, kv_cache_gib or num_kv_blocks, or set enforce_eager)"
+            f"{graphs / GIB:.2f}{more} (raise gpu_memory_utilization, lower "
+            f"max_num_batched_tokens, {'num_window_blocks, ' if windows else ''}kv_cache_gib or "
+            "num_kv_blocks, or set enforce_eager)"
         )
     if wanted is None:
-        wanted = min(num_pages, max_useful_blocks(config, max_model_len))
-    return MemoryPlan(budget, weights, activations, graphs, wanted, page_bytes, adapters, images)
+        wanted = min(num_pages, useful)
+    shares = budget, weights, activations, graphs, wanted, page_bytes
+    return MemoryPlan(*shares, adapters=adapters, images=images, windows=windows)
 
 
 # From settings to a `StepExecutor` on a CUDA device: what fits, what is loaded, what is captured.
@@ -223,11 +234,6 @@ def give_back_freed_memory() -> None:
 
 def check_served(config: EngineConfig, info: ModelInfo) -> None:
     """Raises `ConfigError` for what no CUDA device serves, before anything is loaded."""
-    if config.cache.num_window_blocks is not None:
-        raise ConfigError(
-            f"cache.num_window_blocks is {config.cache.num_window_blocks}, but on a CUDA device "
-            "layers with a sliding window keep all blocks of a request: leave it out"
-        )
     if has_states(info):
         raise ConfigError(
             "layers with states (state-space, linear attention, convolutions) are not served on "
@@ -282,15 +288,14 @@ def make_executor(
     activations, hidden_size = _measure(plan, kinds, limits, device, choose_token)
     activations += workspace_bytes(kinds[0].calls, len(sizes))
     activations += sum(workspace_bytes(kind.calls, 0) for kind in kinds[1:])
-    memory = _share_memory(plan, card, weights, activations, GRAPH_RESERVE if sizes else 0)
-    plan = replace(plan, num_blocks=memory.num_pages)
+    plan, memory = _share_memory(plan, card, weights, activations, GRAPH_RESERVE if sizes else 0)
     layout = Layout(_limits(plan))
     arena = _make_arena(layout, device)
     num_rows, num_samples = limits.num_rows, limits.num_samples
     sampler = DeviceSampler(device, num_rows, num_samples, info.vocab_size, choose_token)
 
     def make_draft_runner() -> DeviceDraftRunner:
-        own_layout = Layout(replace(layout.limits, num_drafts=0))
+        own_layout = Layout(replace(layout.limits, num_drafts=0, windows=None))
         own_arena = _make_arena(own_layout, device)
         own = kinds[1].make_attention(own_layout, own_arena, device, info.max_model_len, ())
         return DeviceDraftRunner(device, own, sampler, own_layout, own_arena)
@@ -306,6 +311,7 @@ def make_executor(
         parts,
         hidden_size=hidden_size,
         adapter_room=card.free - memory.total + memory.adapters,
+        windows=plan.windows,
         ranks=ranks,
     )
     graphs = _start(executor, device, card.name, sizes)
@@ -327,6 +333,10 @@ def _limits(plan: LoadPlan) -> Limits:
     page_size, num_drafts = plan.config.cache.block_size, 0
     if speculation.speculative_method != "none":  # or what a grammar forces
         num_drafts = max(speculation.num_speculative_tokens, MAX_GUESSES)
+    windows: WindowLimits | None = None
+    if plan.windows is not None and plan.window_layers is not None:
+        layers, num_pages = plan.window_layers
+        windows = WindowLimits(layers, plan.windows.num_tokens, num_pages)
     return Limits(
         num_rows=plan.config.scheduler.max_num_seqs,
         num_tokens=plan.config.scheduler.step_budget(max_model_len),
@@ -334,6 +344,7 @@ def _limits(plan: LoadPlan) -> Limits:
         page_size=page_size,
         num_pages=plan.num_blocks,
         num_drafts=num_drafts,
+        windows=windows,
     )
 
 
@@ -362,28 +373,47 @@ def _measure(
         activations = max(activations, ENCODER_RESERVE)
     activations += DeviceSampler.num_bytes(limits.num_rows, plan.info.vocab_size)
     if plan.config.cache.kv_connector != "none":
-        activations += device_bytes(plan.bytes_per_token * limits.page_size)
+        found = find_window_layers(plan.config, plan.model, plan.info.max_model_len)
+        own = plan.specs[0].part(found).bytes_per_token * limits.page_size
+        in_all = plan.bytes_per_token * limits.page_size
+        # Of one pool or of two, as there will be.
+        activations += max(device_bytes(in_all), device_bytes(own, in_all - own))
     return activations, hidden_size
 
 
 def _share_memory(
     plan: LoadPlan, card: CardMemory, weights: int, activations: int, graphs: int
-) -> MemoryPlan:
-    """Return what goes where. Raises `ConfigError` if too little is left for the KV pool."""
+) -> tuple[LoadPlan, MemoryPlan]:
+    """Return the plan with the blocks of its pools, and what goes where. Raises `ConfigError` if
+    too little is left for the KV pool.
+    """
+    cache, adapters = plan.config.cache, adapter_bytes(plan.config, plan.model)
+    left = card.budget(plan.config.runner.gpu_memory_utilization) - weights - activations - graphs
+    images = image_bytes(plan)
+    left -= adapters + images
+    if cache.kv_cache_gib is not None:
+        left = min(left, int(cache.kv_cache_gib * GIB))
+    left -= plan.bytes_per_token * cache.block_size  # the dummy pages
+    plan, windows = with_windows(plan, left), 0
+    if plan.window_layers is not None:
+        layers, num_blocks = plan.window_layers
+        spec = plan.specs[0].part(layers)
+        windows = (num_blocks + 1) * cache.block_size * spec.bytes_per_token
     memory = plan_memory(
         card,
         plan.config,
         weights=weights,
         activations=activations,
         graphs=graphs,
-        page_bytes=plan.bytes_per_token * plan.config.cache.block_size,
+        page_bytes=plan.bytes_per_token * cache.block_size,
         max_model_len=plan.info.max_model_len,
-        adapters=adapter_bytes(plan.config, plan.model),
-        images=image_bytes(plan),
+        adapters=adapters,
+        images=images,
+        windows=windows,
     )
     if plan.ranks is not None:  # one pool, and each has its heads of every block
         memory = replace(memory, num_pages=plan.ranks.least(memory.num_pages))
-    return memory
+    return replace(plan, num_blocks=memory.num_pages), memory
 
 
 def _make_arena(layout: Layout, device: Device) -> Tensor:
@@ -470,9 +500,14 @@ def image_bytes(plan: LoadPlan) -> int:
 class NoAttention(DeviceStep):
     """A stand-in that takes the memory of attention's result and of one page: for measuring."""
 
-    def __init__(self, spec: KVCacheSpec, device: torch.device) -> None:
+    def __init__(self, spec: KVCacheSpec, tokens: Tensor) -> None:
+        """`tokens`: those of the step, all of them 0."""
         one_page = Limits(num_rows=1, num_tokens=1, num_row_pages=1, page_size=1, num_pages=0)
-        self.cache = PagedCache(spec, one_page, device, keep_finite=False)
+        self.cache = PagedCache(spec, one_page, tokens.device, keep_finite=False)
+        self._slots = {False: tokens}
+
+    def slots_of(self, layer: int) -> Tensor:
+        return self._slots[False]
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         pass
@@ -502,7 +537,7 @@ def run_largest(
         return 0
     place = device.torch_device  # every token, and the largest piece of their logits
     tokens = torch.zeros(num_tokens, dtype=torch.int64, device=place)
-    attention = NoAttention(spec, place)
+    attention = NoAttention(spec, tokens)
     inputs = ModelInputs(tokens, tokens, tokens, tokens, given=given)
     states = halves.hidden(inputs, attention)
     size = min(num_tokens, largest_piece(vocab_size))
@@ -524,7 +559,7 @@ def run_pass(
     place = device.torch_device
     rows = torch.arange(min(num_samples, num_tokens), device=place)
     tokens = torch.zeros(num_tokens, dtype=torch.int64, device=place)
-    logits = forward(ModelInputs(tokens, tokens, tokens, rows), NoAttention(spec, place))
+    logits = forward(ModelInputs(tokens, tokens, tokens, rows), NoAttention(spec, tokens))
     ones = torch.ones(len(rows), device=place)
     columns = DrawColumns(
         temperature=ones,

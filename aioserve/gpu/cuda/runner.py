@@ -316,8 +316,12 @@ class SleepingOverlappedRunner(OverlappedRunner):
             return
         from aioserve.gpu.cuda.load import give_back_freed_memory
 
+        info = executor.info
         cache = msgspec.structs.replace(
-            self._config.cache, kv_cache_gib=None, num_kv_blocks=executor.info.num_kv_blocks
+            self._config.cache,
+            kv_cache_gib=None,
+            num_kv_blocks=info.num_kv_blocks,
+            num_window_blocks=0 if info.windows is None else info.windows.num_blocks,
         )
         self._config = msgspec.structs.replace(self._config, cache=cache)
         self._adapters = dict(executor.adapters.loaded)

@@ -334,7 +334,7 @@ class ResidentModel:
                 kv_cache_gib=None,
                 num_kv_blocks=info.num_kv_blocks,
                 num_state_slots=info.num_state_slots,
-                num_window_blocks=None if info.windows is None else info.windows.num_blocks,
+                num_window_blocks=0 if info.windows is None else info.windows.num_blocks,
             )
         return self._made_cache
 

@@ -50,11 +50,11 @@ def make_runner(config: EngineConfig, device: FakeDevice) -> OnDevices:
     return OnDevices(config, info, build)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture(scope="module", params=["llama"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """With two KV heads, and the tokenizer of the embedded one."""
     path = tmp_path_factory.mktemp("ranks")
-    make_model("llama", path, vocab_size=2048, eos_token_id=0)
+    make_model(request.param, path, vocab_size=2048, eos_token_id=0)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(aioserve.__file__).parent / "model_source" / "embedded" / name, path)
     return str(path)
@@ -62,7 +62,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.dist
 @_on_uvloop
-async def test_two_ranks_on_devices_give_the_tokens_of_one(model: str) -> None:
+@pytest.mark.parametrize("model", ["llama", "mistral"], indirect=True)
+async def test_two_ranks_on_devices_give_the_tokens_of_one(
+    model: str, request: pytest.FixtureRequest
+) -> None:
     """With steps in flight, prompts in pieces, preemptions, grammars and log probabilities."""
     plain, _ = await generate(NONE, model=model)
     shared, stats = await generate(
@@ -73,6 +76,8 @@ async def test_two_ranks_on_devices_give_the_tokens_of_one(model: str) -> None:
     )
     check_equal(shared, plain)
     assert stats.num_preemptions
+    has_windows = request.node.callspec.params["model"] == "mistral"
+    assert bool(stats.num_window_blocks) is has_windows
 
 
 def small_config(model: str, name: str = "mine") -> EngineConfig:

@@ -87,7 +87,10 @@ class Served:
                 assert launched is not None
                 return executor.finish(launched)
 
-        driver = Driver(Runner(), 128, 8)  # type: ignore[arg-type]
+        # Blocks of windows, if there are some, are numbered as the driver numbers the others.
+        windows = executor.info.windows
+        num_blocks = 128 if windows is None else windows.num_blocks
+        driver = Driver(Runner(), num_blocks, 8)  # type: ignore[arg-type]
         *first, last = prompts
         for name, prompt in enumerate(first):
             driver.add(str(name), prompt)

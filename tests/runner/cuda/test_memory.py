@@ -97,3 +97,30 @@ def test_the_line_that_is_said_at_start_has_every_number() -> None:
         "device memory: 20.60 GiB to use; weights 15.00, activations 1.00, CUDA graphs 1.00, "
         "KV pool 3.60: 29472 tokens, 3.6 requests of 8192"
     )
+
+
+def test_pages_of_windows_leave_less_for_the_others() -> None:
+    sizes = {"weights": 15 * GIB, "activations": GIB, "graphs": GIB, "page_bytes": PAGE_BYTES}
+    base = plan_memory(CARD, make_config(), max_model_len=8192, **sizes)
+    beside = plan_memory(CARD, make_config(), max_model_len=8192, windows=GIB, **sizes)
+    assert base.num_pages - beside.num_pages == GIB // PAGE_BYTES
+    assert beside.total - beside.num_pages * PAGE_BYTES == (
+        base.total - base.num_pages * PAGE_BYTES + GIB
+    )
+    assert "CUDA graphs 1.00, window blocks 1.00, KV pool" in beside.describe(16, 8192)
+    both = make_config(kv_cache_gib=2)
+    assert plan_memory(CARD, both, max_model_len=8192, windows=GIB, **sizes).num_pages == 512
+    with pytest.raises(ConfigError, match=r"0 fit: .* graphs 1.00, window blocks 2.00 .*num_windo"):
+        plan_memory(CARD, both, max_model_len=8192, windows=2 * GIB, **sizes)
+
+
+def test_blocks_that_hold_nothing_are_as_many_as_requests_can_use() -> None:
+    """All layers have pages of their own for windows."""
+    sizes = {"weights": 15 * GIB, "activations": GIB, "graphs": GIB, "page_bytes": 0}
+    found = plan_memory(CARD, make_config(), max_model_len=100, windows=GIB, **sizes)
+    assert found.num_pages == 64 * 7 * 5 // 4
+    config = make_config(num_kv_blocks=10_000)
+    found = plan_memory(CARD, config, max_model_len=100, windows=GIB, **sizes)
+    assert found.num_pages == 10_000
+    with pytest.raises(ConfigError, match="0 fit"):
+        plan_memory(CARD, make_config(), max_model_len=100, windows=5 * GIB, **sizes)

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from aioserve.config import SchedulerConfig
+from aioserve.features.states.windows import WindowBlockPool
 from aioserve.gpu.cuda import flashinfer_attention
 from aioserve.gpu.cuda.executor import LaunchedStep
-from aioserve.kv_cache import KVCacheManager
+from aioserve.kv_cache import KVCacheManager, WindowSpec
 from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, load_policy
 from tests.runner.cuda.fake_device import FakeDevice
-from tests.runner.cuda.tiny import VOCAB_SIZE, make_executor
+from tests.runner.cuda.tiny import VOCAB_SIZE, WINDOW, make_executor
 
 BLOCK_SIZE, MAX_MODEL_LEN = 4, 48
 POLICIES = {name: load_policy(name) for name in ("chunked_prefill", "fcfs", "priority")}
@@ -54,12 +55,18 @@ class Traffic:
                 self.aborts.setdefault(rng.randint(1, 12), []).append(f"r{i}")
 
     def serve(
-        self, depth: int, device: FakeDevice, **settings: Any
+        self, depth: int, device: FakeDevice, *, windows: WindowSpec | None = None, **settings: Any
     ) -> dict[str, tuple[list[int], str]]:
         """Tokens and status of every request; `settings` are those of `make_executor`."""
+        settings |= {"windows": windows}
         executor = make_executor(device, num_pages=self.num_blocks, **settings)
         config = SchedulerConfig(**self.settings)
-        kv_cache = KVCacheManager(self.num_blocks, BLOCK_SIZE, enable_prefix_caching=True)
+        kv_cache = KVCacheManager(
+            self.num_blocks,
+            BLOCK_SIZE,
+            enable_prefix_caching=True,
+            resources=[] if windows is None else [WindowBlockPool(windows, BLOCK_SIZE)],
+        )
         policy: Any = POLICIES[config.policy]
         num_steps = 0
         scheduler: BaseScheduler = policy(
@@ -139,3 +146,22 @@ def test_flashinfer_plans_and_padded_graphs_change_no_token(
     # the stand-in has no use for it, and to clear 256 MB takes longer than to serve the traffic
     monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1)
     compare(range(5000, 5020), is_flashinfer=True, sizes=sizes)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("is_flashinfer", "seeds"),
+    [
+        (True, range(6000, 6015)),
+        (False, range(6000, 6015)),
+        pytest.param(True, range(6100, 6300), marks=pytest.mark.slow),
+    ],
+)
+def test_few_pages_of_their_own_for_layers_with_a_window_change_no_token(
+    is_flashinfer: bool, seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against one pool for all layers; requests wait for such pages, and get those of others."""
+    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1)
+    windows = WindowSpec(WINDOW, num_blocks=20, max_chunk=64, max_drafts=0)
+    sizes = (2, 3) if is_flashinfer else ()
+    compare(seeds, is_flashinfer=is_flashinfer, sizes=sizes, windows=windows)

@@ -1,13 +1,15 @@
 """The arrays of a step against a reference in plain Python, for random batches."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from aioserve.features.states.rows import WindowRows
 from aioserve.gpu.cuda.executor import OverlappedBatch
-from aioserve.gpu.cuda.plan import Layout, Limits, StepPlan, plan_step
+from aioserve.gpu.cuda.plan import Layout, Limits, StepPlan, WindowLimits, plan_step
 from aioserve.params import SamplingParams
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.batch import sampling_columns
@@ -23,18 +25,25 @@ LIMITS = Limits(
     page_size=BLOCK_SIZE,
     num_pages=NUM_BLOCKS,
 )
-LAYOUT = Layout(LIMITS)
+WINDOW, NUM_WINDOW_PAGES = 10, 97
+LAYOUTS = {
+    False: Layout(LIMITS),
+    True: Layout(replace(LIMITS, windows=WindowLimits(frozenset({1}), WINDOW, NUM_WINDOW_PAGES))),
+}
 SIZES = (1, 2, 4, 8)
 
 
 class Traffic(Driver):
     """Random requests that come, share prefixes, are preempted, come back and leave."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, has_windows: bool = False) -> None:
         super().__init__(None, NUM_BLOCKS, BLOCK_SIZE)  # type: ignore[arg-type]
         self.random = random.Random(seed)
         self.sampling = SamplingColumns(NUM_ROWS, VOCAB_SIZE)
-        self.batch = OverlappedBatch(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, [self.sampling])
+        parts = [self.sampling, WindowRows(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE)]
+        parts = parts if has_windows else parts[:1]
+        self.batch = OverlappedBatch(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, parts)
+        self.layout = LAYOUTS[has_windows]
         self.given: dict[str, int] = {}  # tokens that the runner was told, by request
         self.num_added = 0
 
@@ -81,8 +90,8 @@ class Traffic(Driver):
         if not step:
             return None
         inputs = self.batch.prepare(output)
-        arena = np.full(LAYOUT.size, -(1 << 30), dtype=np.int32)
-        plan = plan_step(inputs, self.sampling.of(inputs), LAYOUT, arena, SIZES)
+        arena = np.full(self.layout.size, -(1 << 30), dtype=np.int32)
+        plan = plan_step(inputs, self.sampling.of(inputs), self.layout, arena, SIZES)
         self.batch.append_unknown(inputs)
         return output, inputs, plan
 
@@ -103,6 +112,9 @@ def check(traffic: Traffic, output: SchedulerOutput, inputs: StepInputs, plan: S
     positions: list[int] = []
     slots: list[int] = []
     pages: list[int] = []
+    seen_slots: list[int] = []
+    seen_pages: list[int] = []
+    seen_indptr, seen_lens = [0], list[int]()
     samples: list[tuple[str, int]] = []
     qo_indptr, kv_indptr, last_page_len, seq_lens = [0], [0], [], []
     for name in names:
@@ -114,12 +126,18 @@ def check(traffic: Traffic, output: SchedulerOutput, inputs: StepInputs, plan: S
             positions.append(position)
             block = sequence.block_ids[position // BLOCK_SIZE]
             slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
+            (block,) = traffic.window_blocks(0, [block]).block_ids
+            seen_slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
         used = -(-end // BLOCK_SIZE)
         pages += sequence.block_ids[:used]
         qo_indptr.append(len(ids))
         kv_indptr.append(len(pages))
         last_page_len.append(end - (used - 1) * BLOCK_SIZE)
         seq_lens.append(end)
+        first = max(end - step[name] - WINDOW + 1, 0) // BLOCK_SIZE  # that its first token sees
+        seen_pages += traffic.window_blocks(0, sequence.block_ids[first:used]).block_ids
+        seen_indptr.append(len(seen_pages))
+        seen_lens.append(end - first * BLOCK_SIZE)
         if sequence.num_scheduled_ahead:
             samples.append((name, len(ids) - 1))
 
@@ -140,6 +158,10 @@ def check(traffic: Traffic, output: SchedulerOutput, inputs: StepInputs, plan: S
         kv_indptr.append(len(pages))
         last_page_len.append(1)
         seq_lens.append(1)
+        seen_slots.append(NUM_WINDOW_PAGES * BLOCK_SIZE)
+        seen_pages.append(NUM_WINDOW_PAGES)
+        seen_indptr.append(len(seen_pages))
+        seen_lens.append(1)
 
     host, size = plan.host, plan.num_padded_rows
     assert plan.num_tokens == len(ids)
@@ -163,6 +185,16 @@ def check(traffic: Traffic, output: SchedulerOutput, inputs: StepInputs, plan: S
             expected = [entry - absolute[first] for entry in absolute[first:]]
             assert found[: len(expected)].tolist() == expected
 
+    if traffic.layout.limits.windows is not None:
+        assert host.window_slots[: len(ids)].tolist() == seen_slots
+        assert host.window_kv_indices[: len(seen_pages)].tolist() == seen_pages
+        assert host.window_kv_indptr[: size + 1].tolist() == seen_indptr
+        assert host.window_seq_lens[:size].tolist() == seen_lens
+        assert plan.window_entries == (seen_indptr[first], len(seen_pages))
+        if not plan.is_decode:
+            expected = [entry - seen_indptr[first] for entry in seen_indptr[first:]]
+            assert host.window_prefill_kv_indptr[: len(expected)].tolist() == expected
+
     count = len(samples)
     assert [inputs.req_ids[row] for row in plan.sampled] == [name for name, _ in samples]
     assert host.logits_rows[:count].tolist() == [row for _, row in samples]
@@ -183,9 +215,10 @@ def check(traffic: Traffic, output: SchedulerOutput, inputs: StepInputs, plan: S
         assert not is_drawn or words.tolist() == keys[0].tolist()
 
 
+@pytest.mark.parametrize("has_windows", [False, True], ids=["", "windows"])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_array_is_what_plain_python_says(seed: int) -> None:
-    traffic = Traffic(seed)
+def test_every_array_is_what_plain_python_says(seed: int, has_windows: bool) -> None:
+    traffic = Traffic(seed, has_windows=has_windows)
     num_checked = num_mixed = num_markers = 0
     for _ in range(60):
         traffic.disturb()
@@ -202,8 +235,9 @@ def test_every_array_is_what_plain_python_says(seed: int) -> None:
     assert num_markers > 50
 
 
-def test_a_step_fills_no_more_of_the_arena_than_it_says() -> None:
-    traffic = Traffic(3)
+@pytest.mark.parametrize("has_windows", [False, True], ids=["", "windows"])
+def test_a_step_fills_no_more_of_the_arena_than_it_says(has_windows: bool) -> None:
+    traffic = Traffic(3, has_windows=has_windows)
     for _ in range(30):
         traffic.disturb()
         planned = traffic.plan()
@@ -215,13 +249,30 @@ def test_a_step_fills_no_more_of_the_arena_than_it_says() -> None:
         traffic.reveal()
 
 
-def test_sections_do_not_overlap_and_begin_where_vector_loads_may() -> None:
-    arena = np.zeros(LAYOUT.size, dtype=np.int32)
-    sections = LAYOUT.split(arena)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=["", "windows"])
+def test_sections_do_not_overlap_and_begin_where_vector_loads_may(layout: Layout) -> None:
+    arena = np.zeros(layout.size, dtype=np.int32)
+    sections = layout.split(arena)
     views = [getattr(sections, name) for name in type(sections).__dataclass_fields__]
+    views = [view for view in views if len(view)]
     begins = [(view.ctypes.data - arena.ctypes.data) // 4 for view in views]
     assert all(begin % 32 == 0 for begin in begins)
     assert begins == sorted(begins)
     for (begin, view), (after, _) in pairwise(zip(begins, views, strict=True)):
         assert begin + len(view) <= after
-    assert begins[-1] + len(views[-1]) == LAYOUT.size
+    assert begins[-1] + len(views[-1]) == layout.size
+
+
+def test_there_is_room_for_the_pages_of_windows_of_any_step() -> None:
+    """Where requests stand with their tokens in pages, it is least that nothing is left."""
+    rng, least_left = random.Random(0), 1000
+    for _ in range(2000):
+        rows, size, window = rng.randint(1, 6), rng.choice([1, 2, 4, 16]), rng.randint(1, 40)
+        counts = [rng.randint(1, rng.choice([1, 3, 2 * size + 1, 40])) for _ in range(rows)]
+        ends = [count + rng.randint(0, 100) for count in counts]
+        firsts = [max(end - n - window + 1, 0) // size for end, n in zip(ends, counts, strict=True)]
+        num_pages = [-(-end // size) - first for end, first in zip(ends, firsts, strict=True)]
+        limits = Limits(rows, sum(counts), -(-max(ends) // size), size, 99)
+        limits = replace(limits, windows=WindowLimits(frozenset({0}), window, 99))
+        least_left = min(least_left, limits.num_window_entries - sum(num_pages))
+    assert least_left == 0

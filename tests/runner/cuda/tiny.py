@@ -9,8 +9,9 @@ from aioserve.gpu.cuda import sampler
 from aioserve.gpu.cuda.attention import DeviceAttention, TorchDeviceAttention
 from aioserve.gpu.cuda.executor import StepExecutor
 from aioserve.gpu.cuda.flashinfer_attention import FlashInferAttention
-from aioserve.gpu.cuda.plan import Layout, Limits
+from aioserve.gpu.cuda.plan import Layout, Limits, WindowLimits
 from aioserve.gpu.cuda.sampler import DeviceSampler
+from aioserve.kv_cache import WindowSpec
 from aioserve.runner.adapters import AdapterSites, TokenAdapters
 from aioserve.runner.attention.backend import (
     AttentionCall,
@@ -29,9 +30,10 @@ VOCAB_SIZE, HIDDEN, NUM_HEADS, HEAD_DIM = 40, 16, 2, 8
 SPEC = KVCacheSpec(
     (LayerSpec(1, HEAD_DIM, HEAD_DIM), LayerSpec(1, HEAD_DIM, HEAD_DIM)), torch.float32
 )
+WINDOW = 6
 CALLS = (
     AttentionCall(NUM_HEADS, AttentionOptions(0.3)),
-    AttentionCall(NUM_HEADS, AttentionOptions(0.5, sliding_window=6, softcap=4.0)),
+    AttentionCall(NUM_HEADS, AttentionOptions(0.5, sliding_window=WINDOW, softcap=4.0)),
 )
 
 
@@ -79,9 +81,18 @@ class TinyModel(ServedModel, Halves):
 
 
 def make_executor(
-    device: FakeDevice, *, is_flashinfer: bool = False, sizes: tuple[int, ...] = (), **changes: Any
+    device: FakeDevice,
+    *,
+    is_flashinfer: bool = False,
+    sizes: tuple[int, ...] = (),
+    windows: WindowSpec | None = None,
+    **changes: Any,
 ) -> StepExecutor:
-    """With the stand-in of flashinfer, and "graphs" of some sizes, if asked."""
+    """With the stand-in of flashinfer, "graphs" of some sizes, and pages of their own for the layer
+    with a window, if asked.
+    """
+    if windows is not None:
+        changes["windows"] = WindowLimits(frozenset({1}), windows.num_tokens, windows.num_blocks)
     limits = Limits(
         **{"num_rows": 8, "num_tokens": 64, "num_row_pages": 17, "page_size": 4, "num_pages": 64}
         | changes
@@ -109,7 +120,15 @@ def make_executor(
         DeviceSampler(device, limits.num_rows, limits.num_samples, VOCAB_SIZE, sampler.draw),
         layout,
         arena,
-        BatchParts(model, limits.num_rows, max_model_len, limits.page_size, VOCAB_SIZE),
+        BatchParts(
+            model,
+            limits.num_rows,
+            max_model_len,
+            limits.page_size,
+            VOCAB_SIZE,
+            windows=windows,
+        ),
+        windows=windows,
     )
     executor.capture(sizes)
     return executor
