@@ -94,7 +94,10 @@ def test_every_policy_decides_again_what_it_decided(
     assert sum(life.num_cached_tokens for life in lives) > 100
 
 
-@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize(
+    "loop_factory",
+    mostly_slow([asyncio.new_event_loop, uvloop.new_event_loop], but=[uvloop.new_event_loop]),
+)
 @pytest.mark.parametrize("depth", mostly_slow([1, 2], but=[2]))
 def test_what_happened_in_real_time_comes_out_again(
     depth: int, loop_factory: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path

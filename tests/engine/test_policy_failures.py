@@ -379,7 +379,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return lambda is_told: monkeypatch.setattr(RaisesWhileTold, "is_told", is_told)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", mostly_slow([1, 2], but=[2]))
 @pytest.mark.parametrize("has_run", [False, True])
 async def test_a_policy_that_raises_for_ever_is_asked_no_more_until_it_is_switched(
     has_run: bool, depth: int, monkeypatch: pytest.MonkeyPatch, told: Callable[[bool], None]

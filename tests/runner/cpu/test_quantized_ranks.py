@@ -119,7 +119,7 @@ def test_files_of_architectures_with_a_plan_give_the_tokens_of_one_process(
     check(make_written(WRITTEN[name], tmp_path)[1], pair_of)
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
+@pytest.mark.parametrize("kind", mostly_slow(["Q4_1", "Q6_K"], but=["Q6_K"]))
 def test_experts_of_a_file_are_shared_as_they_are_stored(
     kind: str, tmp_path: Path, pair_of: Callable[..., Driver]
 ) -> None:

@@ -226,12 +226,15 @@ async def test_whole_and_streamed_are_one_and_as_openais_models_have_them(tmp_pa
             check_stream(await ask_for(server, **body), whole)
 
 
-@pytest.mark.parametrize("field", ["summary", "generate_summary"])
-async def test_reasoning_is_told_as_a_summary_to_a_client_that_asks_for_one(tmp_path, field):
+async def test_reasoning_is_told_as_a_summary_to_a_client_that_asks_for_one(tmp_path):
     ask = {"tools": TOOLS, "max_output_tokens": 999}
     async with saying(SAY_AND_CALL, tmp_path, HERMES, reasoning_parser="qwen3") as server:
-        for asked, place, other in (("auto", "summary", "content"), (None, "content", "summary")):
-            body = {**ask, "reasoning": {field: asked}}
+        for reasoning, place, other in (
+            ({"summary": "auto"}, "summary", "content"),
+            ({"generate_summary": "auto"}, "summary", "content"),
+            ({"summary": None, "generate_summary": None}, "content", "summary"),
+        ):
+            body = {**ask, "reasoning": reasoning}
             whole = (await ask_for(server, **body)).json()
             thought, *_, call, _ = whole["output"]
             assert [thought[place][0]["text"], thought[other]] == ["Hm.", []]
