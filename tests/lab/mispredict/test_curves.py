@@ -74,7 +74,7 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
 @pytest.fixture(scope="module")
 def sure_curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
     """Of more and longer runs, which leave less to chance."""
-    return measured(tmp_path_factory, 4, 2 * NUM_REQUESTS)
+    return measured(tmp_path_factory, 4, 100)
 
 
 def measured(tmp_path_factory: pytest.TempPathFactory, num_loads: int, num_requests: int) -> Curves:
