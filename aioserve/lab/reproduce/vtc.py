@@ -78,21 +78,23 @@ class PromptRoundsScheduler(BaseScheduler):
         self._see_arrivals()
         step = self.new_step()
         if not running or self._num_decodes >= self.options.decode_steps:
-            num_admitted = 0
+            num_admitted = num_tokens = 0
             peak, users = PeakMemory(running), {request.user for request in running}
-            num_tokens = 0
+            most = peak.peak  # no less than the peak, which is computed only where that matters
             while (request := self._next()) is not None:
                 num_tokens += request.num_tokens
                 if num_admitted and num_tokens > self.options.round_tokens:
                     break
-                if running or num_admitted:
-                    if not self._fits(peak, users, request):
+                users.add(request.user)
+                most += max(request.max_total_tokens, request.num_tokens + 1)
+                if (running or num_admitted) and most >= (pool := self._pool(len(users))):
+                    most = peak.with_request(request)
+                    if most >= pool:
                         break
                 if not step.admit(request, whole=True):
                     break
                 num_admitted += 1
                 peak.add(request)
-                users.add(request.user)
                 self._charge(request.user, self.options.input_weight * request.num_tokens)
             if num_admitted:
                 self._num_decodes = 0
@@ -105,10 +107,11 @@ class PromptRoundsScheduler(BaseScheduler):
         self._ran = {request.request_id for request in self.running}
         return step.output()
 
-    def _fits(self, peak: PeakMemory, users: set[str], request: Request) -> bool:
+    def _pool(self, num_users: int) -> int:
+        """Return the tokens that a batch with requests of so many clients may have."""
         pool: int = self.options.pool_tokens or self.kv_cache.num_slots
-        pool -= self.options.client_tokens * len(users | {request.user})
-        return peak.with_request(request) < pool
+        pool -= self.options.client_tokens * num_users
+        return pool
 
     def _next(self) -> Request | None:
         """Return the request that is to enter next, if one is there to be seen."""
