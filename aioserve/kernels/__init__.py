@@ -24,25 +24,11 @@ from aioserve.kernels.library import (
 )
 
 __all__ = [
-    "ACTIVATIONS",
-    "AdapterStruct",
-    "AddUp",
-    "BlockPart",
-    "DecoderStruct",
-    "ExpertsStruct",
     "Kernels",
     "KernelsUnavailableError",
-    "LayerStruct",
-    "LowRankPiece",
-    "LowRankStruct",
-    "PackedWeight",
-    "PanelShape",
-    "StepStruct",
     "check_ids",
     "compute_thread_ids",
     "load_kernels",
-    "pack_bias",
-    "pack_weight",
     "usable_variants",
 ]
 
