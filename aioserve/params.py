@@ -7,6 +7,7 @@ leaves open.
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -288,6 +289,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     f"logit_bias must be {BIAS_RANGE.words}, got {bias} for token {token_id}",
                     param="logit_bias",
                 )
+
+    def with_checked(self, **values: Any) -> "SamplingParams":
+        """Return a copy with other values, which the caller knows to be right: nothing is checked
+        again.
+        """
+        changed = copy(self)
+        for name, value in values.items():
+            force_setattr(changed, name, value)
+        return changed
 
     def _check_bad_words(self) -> None:
         for word in self.bad_words:

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Unpack
 from uuid import uuid4
 
-import msgspec
-
 from aioserve.config import EngineConfig
 from aioserve.engine.clock import Clock
 from aioserve.engine.input_processor import (
@@ -221,7 +219,7 @@ class EngineClient(ABC):
         self._alive()
         params = sampling_params or self.model_info.sampling_defaults.fill({})
         # No delta is looked at, so that none need be made.
-        params = msgspec.structs.replace(params, output_kind="final_only")
+        params = params.with_checked(output_kind="final_only")
         async with await self.add_request(prompt, params, **fields) as stream:
             return await whole_output(stream)
 

@@ -507,7 +507,7 @@ class SamplingValidator:
                     param="allowed_token_ids",
                 )
         if params.seed is None and not params.is_greedy:
-            return msgspec.structs.replace(params, seed=self._random.getrandbits(62))
+            return params.with_checked(seed=self._random.getrandbits(62))
         return params
 
     def _check_known(self, name: str, token_ids: Collection[int]) -> None:

@@ -366,7 +366,7 @@ async def respond(
     _log_passed_over(request, reply.id)
     engine = request.app[ENGINE]
     if not body.stream:  # no client reads a delta: none is made
-        params = msgspec.structs.replace(params, output_kind="final_only")
+        params = params.with_checked(output_kind="final_only")
     ids = [reply.id] if len(prompts) == 1 else [f"{reply.id}-{i}" for i in range(len(prompts))]
     wanted = params
     if best_of is not None and best_of > params.n:

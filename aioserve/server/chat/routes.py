@@ -100,12 +100,9 @@ async def answer_chat(
     use = chat_tool_use(body, ignore_unknown=engine.config.server.ignore_unknown_fields)
     if use is not None:
         chat_format.call_parser  # noqa: B018 - refuses tools that no reply could call
-    params = msgspec.structs.replace(
-        sampling_params(
-            body, engine.model_info.sampling_defaults, engine.config.server.default_chat_tokens
-        ),
-        kept_special_tokens=chat_format.kept_special_tokens,
-    )
+    params = sampling_params(
+        body, engine.model_info.sampling_defaults, engine.config.server.default_chat_tokens
+    ).with_checked(kept_special_tokens=chat_format.kept_special_tokens)
     images = ImageParts.of(engine)
     conversation = Conversation(
         template_messages(body.messages, images),

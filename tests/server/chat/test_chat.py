@@ -2,6 +2,8 @@
 
 import pytest
 
+from aioserve import SamplingParams, params
+
 
 async def test_a_chat_completion_has_the_shape_of_openai(server):
     answer = await server.chat(max_completion_tokens=5, ignore_eos=True)
@@ -36,6 +38,22 @@ async def test_a_stream_tells_the_same_text_as_a_whole_response(server):
     text = "".join(choice["delta"].get("content", "") for choice in choices)
     assert text == whole["message"]["content"]
     assert choices[-1]["finish_reason"] == whole["finish_reason"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_sampling_parameters_of_a_chat_are_checked_once(server, stream, monkeypatch):
+    checked = []
+    check = params._check_types
+
+    def noted(given: SamplingParams) -> None:
+        checked.append(given)
+        check(given)
+
+    monkeypatch.setattr(params, "_check_types", noted)
+    answer = await server.chat(max_tokens=2, temperature=0.5, stream=stream)
+    assert answer.status == 200
+    assert [given.temperature for given in checked] == [0.5]
+    assert (await server.chat(temperature=3)).json()["error"]["param"] == "temperature"
 
 
 async def test_without_a_limit_a_reply_runs_to_its_own_end(server):
