@@ -199,7 +199,10 @@ class Bodies(Target):
 
     def seeds(self) -> list[bytes]:
         posts = [http("POST", path, body) for path, body in BODIES]
-        gets = [http("GET", path) for path in ("/v1/models", "/metrics", "/v1/responses/x")]
+        # Without streams that end when their reader leaves, and without ids, but for one.
+        paths = [r.path for r in all_routes() if r.method == "GET" and not r.events]
+        whole = [path for path in paths if "{" not in path]
+        gets = [http("GET", path) for path in (*whole, "/v1/responses/x")]
         chunked = (
             b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         )
