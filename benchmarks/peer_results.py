@@ -3,7 +3,8 @@
 Results are on the disk in a file, and read again by a run that goes on. A cell of a table is the
 median of the rounds with the least and the most of them; `*` says that other processes used the
 machine meanwhile. What is written into README.md and docs/ stands between two comments of the page,
-with the processor, the date and the command. Measures nothing.
+with the processor, the date and the command; the medians of each run that was written are a line of
+`history.jsonl`, from which the table of all runs is made. Measures nothing.
 """
 
 import datetime
@@ -22,11 +23,14 @@ import msgspec
 from build_peers import BFLOAT16, FILES, Peer
 from harness import ROOT, Use
 
+from aioserve.support import __version__
+
 COLUMNS = ("tokens/s", "TTFT p50 ms", "TTFT p99 ms", "gap p50 ms", "gap p99 ms")
-RATE, FIRST, _, GAP, _ = COLUMNS
+RATE, FIRST, LATE, GAP, _ = COLUMNS
 TITLES = {
     RATE: "Output tokens per second:",
     FIRST: "Median TTFT in milliseconds:",
+    LATE: "99th percentile of TTFT in milliseconds:",
     GAP: "Median gap between two tokens of a stream in milliseconds:",
 }
 HEADS = {
@@ -42,6 +46,8 @@ COSTS = {
     "resident_at_start": "resident at the start, MiB",
     "resident_at_end": "after the loads, MiB",
 }
+HISTORY = Path(__file__).with_name("history.jsonl")
+OURS = "aioserve"
 FENCE = "```bash\nmake bench-peers ARGS=--write\n```"
 
 
@@ -93,6 +99,27 @@ class Range(NamedTuple):
     least: float
     most: float
     is_quiet: bool
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Medians of one run of `peers.py`: a line of `history.jsonl`."""
+
+    version: str  # of aioserve
+    revision: str
+    date: str  # the last day on which something was measured
+    cpu: str
+    threads: int
+    rounds: int
+    # Output tokens per second, by weights, label of the server, load.
+    rates: dict[str, dict[str, dict[str, float]]]
+
+    def ratio(self, weights: str, load: str) -> float | None:
+        """Rate of aioserve, with the faster activations, to that of the best peer."""
+        servers = self.rates.get(weights, {})
+        found = {label: rates[load] for label, rates in servers.items() if load in rates}
+        ours = [rate for label, rate in found.items() if label.startswith(OURS)]
+        peers = [rate for label, rate in found.items() if not label.startswith(OURS)]
+        return max(ours) / max(peers) if ours and peers else None
 
 
 class _File(msgspec.Struct):
@@ -209,7 +236,59 @@ def write(results: Results, asked: Sequence[Peer]) -> None:
     plain = [server for server in asked if server.weights == BFLOAT16]
     short = _table(plain, _loads(results, README_LOADS, RATE))
     _insert(ROOT / "README.md", [words, FENCE, TITLES[RATE], short])
-    _insert(ROOT / "docs" / "benchmarks.md", [words, FENCE, *_full_tables(results, asked)])
+    page = ROOT / "docs" / "benchmarks.md"
+    _insert(page, [words, FENCE, *_full_tables(results, asked)])
+    _insert(page, [history_table(remember(_as_run(results, asked)))], "bench-history")
+
+
+# All runs that were written.
+
+
+def _as_run(results: Results, asked: Sequence[Peer]) -> Run:
+    rates: dict[str, dict[str, dict[str, float]]] = {}
+    for server in asked:
+        found = {load: results.range(server.key, load, RATE) for load in HEADS}
+        medians = {load: round(r.median, 1) for load, r in found.items() if r is not None}
+        if medians:
+            rates.setdefault(server.weights, {})[server.label] = medians
+    settings = results.settings
+    return Run(
+        version=__version__,
+        revision=settings.revision,
+        date=results.dates[-1],
+        cpu=settings.cpu,
+        threads=settings.threads,
+        rounds=results.num_rounds,
+        rates=rates,
+    )
+
+
+def remember(run: Run, path: Path = HISTORY) -> list[Run]:
+    """Add a run to the file, in the place of one of the same revision and processor. Returns all,
+    the oldest first.
+    """
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    runs = [msgspec.json.decode(line, type=Run) for line in lines]
+    runs = [r for r in runs if (r.revision, r.cpu) != (run.revision, run.cpu)] + [run]
+    runs.sort(key=lambda r: r.date)
+    path.write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in runs))
+    return runs
+
+
+def history_table(runs: Sequence[Run]) -> str:
+    """Return the ratios to the best peer of all runs: those alone are comparable between days."""
+    rows = [
+        f"| version | date | processor | weights | {' | '.join(HEADS)} |",
+        "|---" * (4 + len(HEADS)) + "|",
+    ]
+    for run in reversed(runs):
+        for weights in FILES:
+            ratios = [run.ratio(weights, load) for load in HEADS]
+            if any(ratios):
+                cells = ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+                name = f"{run.version} ({run.revision})"
+                rows.append(f"| {' | '.join([name, run.date, run.cpu, weights, *cells])} |")
+    return "\n".join(rows)
 
 
 def _full_tables(results: Results, asked: Sequence[Peer]) -> list[str]:
@@ -263,10 +342,10 @@ def _sentences(results: Results) -> str:
     return textwrap.fill(text, 100)
 
 
-def _insert(page: Path, parts: Sequence[str]) -> None:
-    """Between the page's two comments."""
+def _insert(page: Path, parts: Sequence[str], name: str = "bench-peers") -> None:
+    """Put the parts between the page's two comments of that name."""
     old, text = page.read_text(encoding="utf-8"), "\n\n".join(parts)
-    pattern = r"(?<=<!-- bench-peers -->\n).*?(?=\n<!-- /bench-peers -->)"
+    pattern = rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)"
     new, count = re.subn(pattern, lambda _: text, old, flags=re.DOTALL)
     assert count == 1, f"{page} has {count} places for the tables"
     page.write_text(new, encoding="utf-8")
