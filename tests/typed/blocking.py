@@ -1,4 +1,4 @@
-"""A program without asyncio."""
+"""A program that generates text without asyncio: it waits for an engine in another process."""
 
 from aioserve import EngineConfig, EngineProcess, SamplingParams
 from aioserve.errors import EngineOverloadedError, PromptsFailedError

@@ -1,4 +1,4 @@
-"""A policy with options."""
+"""A policy of a user, with an option of its own that is checked by its type."""
 
 from aioserve.scheduler import BaseScheduler, PolicyOptions, PositiveInt, SchedulerOutput
 

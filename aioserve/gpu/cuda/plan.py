@@ -23,7 +23,7 @@ _NO_FLOOR = np.float32(-np.inf).view(np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Pages(Generic[A]):
-    """What the layers of one pool write and read in a step: parts of `Sections`."""
+    """The numbers by which the layers of one pool write and read KV pages: parts of `Sections`."""
 
     slots: A  # T, page * page_size + offset: where K and V of a token go
     kv_indptr: A  # B + 1, first entry of each row in kv_indices
