@@ -258,8 +258,9 @@ class RacingPlan(UnguardedPlan):
                 guarded(self, host, indices, page_size, **settings)
                 return
             self._module.num_plans += 1
-            self._late = {name: tensor.clone() for name, tensor in host.items()}
-            self._late |= {"page_size": page_size, **settings}
+            numbers = {name: tensor.clone() for name, tensor in host.items()}
+            # In one assignment: the device's thread may read it for the plan before this one.
+            self._late = {**numbers, "page_size": page_size, **settings}
             begin = indices.storage_offset()
             size = indices.untyped_storage().nbytes() // indices.element_size() - begin
             pages = torch.as_strided(indices, (size,), (1,), begin)  # all that a graph may read
