@@ -427,8 +427,10 @@ def raise_descriptors(least: int) -> None:
     system does not.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < least:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (least, max(hard, least)))
+    endless = resource.RLIM_INFINITY  # is -1
+    if soft != endless and soft < least:
+        most = endless if hard == endless else max(hard, least)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
 
 
 def resident_mib(pids: set[int]) -> float:

@@ -62,8 +62,8 @@ settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
 
-#: Files and folders with tests of many seconds. They come first: at the end of a run in several
-#: workers there are short ones, and no worker waits for another.
+#: Files and folders with tests of many seconds. They come first: the run then ends with short
+#: tests, so that no worker waits for another.
 LONG = (
     *("tests/benchmarks/test_card.py", "tests/faults/", "tests/fuzz/", "tests/matrix/"),
     *("tests/lab/certify/", "tests/lab/evaluate/", "tests/lab/evolve/"),

@@ -96,9 +96,12 @@ def is_left_out(test: Any, markers: set[str]) -> bool:
 
 def leave_out_cases(metafunc: pytest.Metafunc) -> None:
     """Drop the cases that -m leaves out before a test is made of each; of none at all pytest would
-    make a test without values, so one stays, which is dropped later.
+    make a test without values, so one stays, which is dropped later. A case that is dropped here is
+    not found by its node id either.
     """
-    markers, cases = left_out(metafunc.config), metafunc._calls
+    markers, cases = left_out(metafunc.config), getattr(metafunc, "_calls", None)
+    if cases is None:  # another pytest: `leave_out` drops the tests that are made
+        return
     kept = [case for case in cases if all(mark.name not in markers for mark in case.marks)]
     metafunc._calls = kept or cases[:1]
 

@@ -41,6 +41,12 @@ def test_names_and_modules_within_a_moved_package_are_the_same_ones() -> None:
     assert module is importlib.import_module("aioserve.fleet.routers.llumnix")
 
 
+def test_a_module_that_is_imported_by_its_old_name_becomes_no_package() -> None:
+    with pytest.warns(DeprecationWarning, match="is now aioserve.request"):
+        module = importlib.import_module("aioserve.hints")
+    assert not hasattr(module, "__path__")
+
+
 def test_a_name_that_never_was_is_missing_as_before() -> None:
     with (
         pytest.warns(DeprecationWarning, match="is now"),

@@ -5,6 +5,8 @@ pyright where aioserve is installed.
 import shutil
 import subprocess
 import sys
+import tomllib
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,11 @@ def test_typed_programs_pass_pyright_and_mistakes_in_them_are_found(tmp_path: Pa
     assert 'No parameter named "max_tokns"' in errors[0]
     assert 'No parameter named "adaptor"' in errors[1]
     assert said.endswith("\n3 errors, 0 warnings, 0 notes\n")
+
+
+def test_the_package_says_that_it_has_types() -> None:
+    """Without this file type checkers ignore the annotations of what is installed."""
+    assert (resources.files("aioserve") / "py.typed").is_file()
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    settings = tomllib.loads(text)
+    assert "py.typed" in settings["tool"]["setuptools"]["package-data"]["aioserve"]

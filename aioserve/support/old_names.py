@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 else:
     Loader = object  # importlib.abc takes longer to import than this package
 
-#: By the old name of a module, or of a package with all in it, the new one. What is now elsewhere
-#: than the package that it was in stands before that.
+#: By the old name of a module, or of a package with all in it, the new one. A module that did not
+#: move with its package stands before the package.
 MOVED = {
     "aioserve.autoscalers": "aioserve.fleet.autoscalers",
     "aioserve.child": "aioserve.fleet.child",
@@ -76,7 +76,9 @@ class MovedModules:
             DeprecationWarning,
             stacklevel=2,
         )
-        return ModuleSpec(name, _Moved(module), is_package=True)  # a package may be a module now
+        # A package that is a module now is taken for one still, where old modules were in it.
+        is_package = hasattr(module, "__path__") or any(o.startswith(f"{name}.") for o in MOVED)
+        return ModuleSpec(name, _Moved(module), is_package=is_package)
 
 
 class _Moved(Loader):

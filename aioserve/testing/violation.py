@@ -131,7 +131,7 @@ def end_call(call: TimedCall) -> None:
         _WATCHER.end(call)
     except (OutOfTime, KeyboardInterrupt):  # it came as the call ended by itself
         _WATCHER.end(call)
-        if not call.was_ended:  # so the interrupt is of Ctrl-C
+        if not call.was_ended:  # Ctrl-C sent this interrupt
             raise
     if call.was_ended:
         with suppress(OutOfTime, KeyboardInterrupt):

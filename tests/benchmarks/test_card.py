@@ -26,7 +26,8 @@ def wrong_parts(found: Found) -> set[str]:
     return {name for name, line in found.parts.items() if "error" in line}
 
 
-#: All but the longest, whose models tests/gpu/test_models.py asks the same of.
+#: All stages but the longest. Three of its models tests/gpu/test_models.py asks the same of in
+#: `make test`.
 SHORT = [name for name in STAGES if name != "models"]
 
 

@@ -99,7 +99,7 @@ def test_most_pairs_that_work_are_in_a_run_of_make_test() -> None:
     pairs = {frozenset(cell) for cell, o in FOUND[ONE].items() if o.kind == WORKS}
     runs = [frozenset(one) for _, one in SETS]
     left = [pair for pair in pairs if not any(pair <= one for one in runs)]
-    assert len(left) < 0.25 * len(pairs), left
+    assert len(left) < 0.22 * len(pairs), left
 
 
 def test_no_cell_is_wrong_and_the_page_says_what_was_found() -> None:

@@ -22,7 +22,7 @@ from aioserve.fleet.routing import (
 
 
 class SplittingRouter(BaseRouter):
-    """The account of requests that a router has split and that are not at their second replica."""
+    """A router that counts the requests it has split until they reach their second replica."""
 
     uses_prefixes = True
     uses_reports = True

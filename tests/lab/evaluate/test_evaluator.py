@@ -63,7 +63,6 @@ def test_a_failing_candidate_comes_back_with_its_story(
     assert words in found.artifacts["story"]
 
 
-@pytest.mark.slow  # that a run is the same there, test_enclosure.py asks of two policies
 def test_the_same_candidate_has_the_same_score_in_another_process(evaluator: Evaluator) -> None:
     first = evaluator.evaluate(cheats.HONEST, "mine.py", stages=2)
     with Evaluator(SMALL) as other:
