@@ -54,7 +54,9 @@ STAGES = {
     "graphs": Stage(40, 25, "Do CUDA graphs hold far from the lengths of their capture?"),
     "sampler": Stage(30, 25, "Does the card draw the tokens that the CPU draws?"),
     "overlap": Stage(55, 40, "Do 100 overlapped requests with preemption get the right tokens?"),
-    "models": Stage(45, 20, "Do models with windows, experts, drafts and grammars compute right?"),
+    "models": Stage(
+        45, 20, "Do models with windows, experts, drafts, grammars and images compute right?"
+    ),
     "speed": Stage(110, 80, "Which share of the theoretical limit is reached?"),
     "host": Stage(25, 20, "How long does the host work on a step, and does it ever wait?"),
 }

@@ -1,4 +1,4 @@
-"""Which requests have to go so that one gets in, before any of them is preempted.
+"""Which requests to preempt so that a waiting request gets KV blocks, before any of them is.
 
 Loaded when a request first finds no place. Knows requests and their blocks, no order.
 """

@@ -463,7 +463,11 @@ class _Rerun:
         if header.windows is None:
             return None
         max_chunk = self._config.scheduler.max_chunk(header.max_model_len)
-        num_blocks = self._config.cache.num_window_blocks or header.windows.num_blocks
+        num_blocks = self._config.cache.num_window_blocks
+        if num_blocks == 0:
+            return None
+        if num_blocks is None:
+            num_blocks = header.windows.num_blocks
         return msgspec.structs.replace(header.windows, max_chunk=max_chunk, num_blocks=num_blocks)
 
     def _make_core(self, clock: Callable[[], float]) -> EngineCore:

@@ -347,7 +347,8 @@ def load_model(
         return model
     if type(info.whole_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and family_of(info) is not None:
         raise ConfigError(
-            f"{info.config.model} is a model that sees, which needs unquantized files"
+            f"{info.config.model} is a vision model: it is served from unquantized files alone, "
+            "and not as a draft model"
         )
     is_converted = place.ranks is None or rounding is not None or info.source.is_quantized
     load = partial(

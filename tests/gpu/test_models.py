@@ -54,7 +54,7 @@ from tests.runner.cuda import fake_flashinfer
 from tests.slow import mostly_slow
 
 NAMES = {case.name: case for case in (*CASES, *MORE_CASES)}
-QUICK = {CASES[0].name, "penalties, limits, prompts' log probabilities", "n-gram drafts"}
+QUICK = {CASES[0].name, "penalties, limits, prompts' log probabilities", "n-gram drafts", "images"}
 
 
 @pytest.fixture(autouse=True)

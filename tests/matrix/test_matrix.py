@@ -48,8 +48,8 @@ def name_of(value: object) -> str:
 
 
 ONE = PLACES[0]
-#: In `make test`: the first two sets, in which three of four pairs are.
-SETS = [(ONE, one) for one in sets_of(ONE)[:2]]
+#: In `make test`: the first three sets, in which six of seven pairs are.
+SETS = [(ONE, one) for one in sets_of(ONE)[:3]]
 #: In `make test-all`: the others, and each pair again where it is computed otherwise.
 SLOW = [(place, one) for place in PLACES for one in sets_of(place) if (place, one) not in SETS]
 
@@ -99,7 +99,7 @@ def test_most_pairs_that_work_are_in_a_run_of_make_test() -> None:
     pairs = {frozenset(cell) for cell, o in FOUND[ONE].items() if o.kind == WORKS}
     runs = [frozenset(one) for _, one in SETS]
     left = [pair for pair in pairs if not any(pair <= one for one in runs)]
-    assert len(left) < 0.22 * len(pairs), left
+    assert len(left) < 0.15 * len(pairs), left
 
 
 def test_no_cell_is_wrong_and_the_page_says_what_was_found() -> None:

@@ -158,7 +158,7 @@ class EncodingPieces:
 
     def __init__(self, module: Any, *, is_on_card: bool = False) -> None:
         """`module` is the whole model without its text model."""
-        #: Called first on the thread of each image, whose work goes where that of others does.
+        #: Called first on the thread of each image, so that its work is on the stream of the steps.
         self.begin_thread: Callable[[], None] = lambda: None
         self._factor = CARD_FACTOR if is_on_card else 1
         self._begun: dict[str, _Begun] = {}

@@ -109,7 +109,7 @@ class PagedCache:
             return torch.zeros(shape, dtype=spec.dtype, device=device)
 
         pools = [self.window_layers, frozenset(range(num_layers)) - self.window_layers]
-        #: Those that run first of each pool.
+        #: The first layer of each pool.
         self.first_layers = {min(layers) for layers in pools if layers}
         self._dtype = spec.dtype
         self.is_finite = keep_finite
@@ -132,7 +132,7 @@ class PagedCache:
 
     @property
     def window_tensors(self) -> list[Tensor]:
-        """The same of the pool of windows."""
+        """All memory of the window pool: K of its layers, then V of those that are not latent."""
         return self._of(sorted(self.window_layers))
 
     def _of(self, layers: Iterable[int]) -> list[Tensor]:

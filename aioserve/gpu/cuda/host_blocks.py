@@ -236,7 +236,7 @@ class DeviceBlocks(HostMemoryWorker):
             stage.step = self._device.record()
 
     def _take_stage(self, own: _Slots, count: int) -> tuple[_Stage, Tensor]:
-        """Return the one that was used before the last, and `count` blocks of it."""
+        """Return the buffer that was used before the last one, and `count` blocks of it."""
         self._stages.rotate()
         stage = self._stages[0]
         return stage, stage.memory[: count * own.block_bytes].view(count, -1)

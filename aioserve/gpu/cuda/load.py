@@ -97,14 +97,19 @@ class MemoryPlan:
     def describe(self, page_size: int, max_model_len: int) -> str:
         """Return one line with every number."""
         num_tokens = self.num_pages * page_size
+        pool = (
+            f"KV pool {self.num_pages * self.page_bytes / GIB:.2f}: {num_tokens} tokens, "
+            f"{num_tokens / max_model_len:.1f} requests of {max_model_len}"
+        )
+        if not self.page_bytes:  # its blocks only count tokens
+            pool = "no other KV pool: all layers have a sliding window"
         return (
             f"device memory: {self.budget / GIB:.2f} GiB to use; weights {self.weights / GIB:.2f}, "
             f"activations {self.activations / GIB:.2f}, CUDA graphs {self.graphs / GIB:.2f}, "
             f"{f'adapters {self.adapters / GIB:.2f}, ' if self.adapters else ''}"
             f"{f'encoded images {self.images / GIB:.2f}, ' if self.images else ''}"
             f"{f'window blocks {self.windows / GIB:.2f}, ' if self.windows else ''}"
-            f"KV pool {self.num_pages * self.page_bytes / GIB:.2f}: {num_tokens} tokens, "
-            f"{num_tokens / max_model_len:.1f} requests of {max_model_len}"
+            f"{pool}"
         )
 
 
@@ -152,9 +157,11 @@ def plan_memory(
     if fitting < max(wanted or 1, 1):
         others = ("adapters", adapters), ("encoded images", images), ("window blocks", windows)
         more = "".join(f", {name} {size / GIB:.2f}" for name, size in others if size)
+        needs = f"the KV pool needs {max(wanted or 1, 1)} blocks of {page_bytes} bytes"
+        if not page_bytes:
+            needs = f"the pool of windows needs {windows / GIB:.2f} GiB of KV blocks"
         raise ConfigError(
-            f"the KV pool needs {max(wanted or 1, 1)} blocks of {page_bytes} bytes, "
-            f"{max(fitting, 0)} fit: of {budget / GIB:.2f} GiB, weights take "
+            f"{needs}, {max(fitting, 0)} fit: of {budget / GIB:.2f} GiB, weights take "
             f"{weights / GIB:.2f}, activations {activations / GIB:.2f} and CUDA graphs "
             f"{graphs / GIB:.2f}{more} (raise gpu_memory_utilization, lower "
             f"max_num_batched_tokens, {'num_window_blocks, ' if windows else ''}kv_cache_gib or "

@@ -166,7 +166,7 @@ class StepPlan:
     num_tokens: int  # T, padding included
     num_page_entries: int
     num_decode_page_entries: int  # of the rows that are decodes; they come first
-    window_entries: tuple[int, int]  # the same two numbers, of pages in windows: of decodes, of all
+    window_entries: tuple[int, int]  # pages in windows: of decodes, of all rows
     num_words: int  # of the arena that are used
     tokens: IntArray  # packed tokens of `inputs`, in the order of the T; padding is not among them
     sampled: IntArray  # S, rows of `inputs`
@@ -340,8 +340,8 @@ def _in_row_order(order: IntArray, sampling: IntArray) -> IntArray:
 def _write_pages(
     indptr: Words, indices: Words, inputs: StepInputs, begins: IntArray, counts: IntArray
 ) -> int:
-    """Write pages of the block table of `inputs`: of each row so many from so far on in the
-    flattened table. Returns how many there are in all.
+    """Write pages of the block table of `inputs`: of each row `counts` pages, from entry `begins`
+    of the flattened table on. Returns how many there are in all.
     """
     ends = counts.cumsum()
     num_entries = int(ends[-1])

@@ -11,6 +11,7 @@ import pytest
 
 from aioserve.cli.main import main as command
 from aioserve.errors import ConfigError
+from aioserve.kv_cache.resource import WindowSpec
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.recorder import LogWriter
 from aioserve.lab.simulation.run import simulate
@@ -180,3 +181,16 @@ def test_bad_settings_are_one_line_and_exit_code_2(
 def test_percentiles_are_values_that_occurred() -> None:
     assert [percentile([3.0, 1.0, 2.0, 4.0], p) for p in (0.0, 0.5, 0.99, 1.0)] == [1, 2, 4, 4]
     assert percentile([], 0.5) == 0
+
+
+def test_a_pool_of_windows_is_replayed_and_is_left_out_where_the_setting_is_zero(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "log"
+    record(path, num_requests=40)
+    without, log = DecisionLog(path), DecisionLog(path)
+    windows = WindowSpec(num_tokens=32, num_blocks=8, max_chunk=64, max_drafts=0)
+    log.header = msgspec.structs.replace(log.header, windows=windows)
+    plain = what_if(without, "fcfs", [])
+    assert what_if(log, "fcfs", []).other != plain.other
+    assert what_if(log, "fcfs", [("cache.num_window_blocks", "0")]).other == plain.other

@@ -119,8 +119,9 @@ def test_blocks_that_hold_nothing_are_as_many_as_requests_can_use() -> None:
     sizes = {"weights": 15 * GIB, "activations": GIB, "graphs": GIB, "page_bytes": 0}
     found = plan_memory(CARD, make_config(), max_model_len=100, windows=GIB, **sizes)
     assert found.num_pages == 64 * 7 * 5 // 4
+    assert found.describe(16, 100).endswith("no other KV pool: all layers have a sliding window")
     config = make_config(num_kv_blocks=10_000)
     found = plan_memory(CARD, config, max_model_len=100, windows=GIB, **sizes)
     assert found.num_pages == 10_000
-    with pytest.raises(ConfigError, match="0 fit"):
+    with pytest.raises(ConfigError, match=r"windows needs 5\.00 GiB of KV blocks, 0 fit"):
         plan_memory(CARD, make_config(), max_model_len=100, windows=5 * GIB, **sizes)
