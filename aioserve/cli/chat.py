@@ -44,8 +44,8 @@ def keeping_keys() -> Iterator[None]:
     the kernel collects whole lines, and takes a Ctrl-D for itself: typed while a reply streams, it
     would reach nothing. Nor may a Ctrl-C throw away what was typed before it, as it usually does:
     readline, told that there is a key, would wait for the next one, and hear no signal until then.
-    `discard_keys` throws it away instead. Where there is no terminal of that kind, nothing is
-    changed.
+    `discard_keys` throws it away instead, with what was typed until the reply has stopped. Where
+    there is no terminal of that kind, nothing is changed.
     """
     try:
         import termios
@@ -68,7 +68,7 @@ def keeping_keys() -> Iterator[None]:
 
 
 def discard_keys() -> None:
-    """Throw away what was typed and not read yet; nothing where there is no terminal of that
+    """Throw away what was typed until now and not read; nothing where there is no terminal of that
     kind.
     """
     try:

@@ -4,7 +4,6 @@ Counted in plain integers on the event loop: a token costs two list increments. 
 in `exposition`, which the first scrape loads. Begins with what counts are made of.
 """
 
-import asyncio
 import math
 import time
 from bisect import bisect_left
@@ -257,13 +256,6 @@ class EngineMetrics:
     @cached_property
     def _text(self) -> MetricsText:
         return self._make_text(self)
-
-    async def load_text(self) -> None:
-        """Load, in a thread, what makes text of the metrics. To be awaited before a first `render`
-        on a loop that has other work.
-        """
-        if "_text" not in self.__dict__:
-            await asyncio.to_thread(lambda: self._text)
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus text format."""

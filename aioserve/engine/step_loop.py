@@ -27,7 +27,7 @@ from aioserve.errors import (
 from aioserve.outputs import EngineCoreOutputs, FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import FAILURES_UNTIL_FALLBACK, SchedulerInterface, SchedulerOutput
-from aioserve.scheduler.blame import as_policy_error, describe_result
+from aioserve.scheduler.blame import as_policy_error, blamed, describe_result
 
 logger = logging.getLogger(__name__)
 
@@ -266,20 +266,11 @@ class PolicyGuard:
         in order has failed as in a step: `PolicyError`, or the fallback takes the request.
         """
         try:
-            self.scheduler.add_request(request)
-        except FROM_OUTSIDE:
-            raise
-        except BaseException as error:
-            failure: Exception
-            if isinstance(error, AioserveError):
-                failure = error
-            else:
-                failure = as_policy_error(error, self.scheduler.policy, "add_request()")
-            is_blamed = isinstance(failure, PolicyError) and not self._raises
-            if not (is_blamed and self._note_failure(failure) and self._fall_back(failure)):
-                if failure is error:
-                    raise
-                raise failure from error
+            with blamed(self.scheduler.policy, "add_request()"):
+                self.scheduler.add_request(request)
+        except PolicyError as error:
+            if self._raises or not (self._note_failure(error) and self._fall_back(error)):
+                raise
             self.scheduler.add_request(request)
         self.observers.tell(self.observers.added, request)
         self.wake()

@@ -4,6 +4,8 @@ A model's card says what its engine and its format of replies can do.
 """
 
 import asyncio
+import sys
+from importlib import import_module
 from typing import Any, Literal
 
 import msgspec
@@ -100,15 +102,12 @@ TELLS = {"/livez": tell_alive, "/health": tell_health, "/ready": tell_ready}
 
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics, in Prometheus' text format."""
-    kind = await asyncio.to_thread(_content_type)  # where streams go on while it is loaded
     text = await request.app[ENGINE].ask(ShowMetrics(request.app[HTTP_COUNTS].tell()))
-    return web.Response(body=text, headers={"Content-Type": kind})
-
-
-def _content_type() -> str:
+    if "prometheus_client" not in sys.modules:  # the engine is elsewhere; streams go on meanwhile
+        await asyncio.to_thread(import_module, "prometheus_client")
     from prometheus_client import CONTENT_TYPE_LATEST
 
-    return CONTENT_TYPE_LATEST
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def version(request: web.Request) -> web.Response:

@@ -59,6 +59,7 @@ class Tally:
 
 
 EVENTS = "text/event-stream"
+MOST_HELD = 65_536  # bytes that choices of one response hold back within a turn of the loop
 DONE = b"data: [DONE]\n\n"
 
 _encoder = msgspec.json.Encoder()
@@ -95,6 +96,7 @@ class EventStream:
         self._is_chunked = False  # it has begun, has not ended, and the client knows HTTP/1.1
         self._is_shared = is_shared
         self._held: list[bytes] = []  # chunks of this turn of the loop, if it is shared
+        self._num_held = 0  # bytes of them
 
     @property
     def started(self) -> bool:
@@ -139,13 +141,12 @@ class EventStream:
         transport = self._request.transport
         if transport is None or not self._is_chunked:
             return None
-        is_closing, num_waiting = transport.is_closing, transport.get_write_buffer_size
+        protocol, is_closing = self._request.protocol, transport.is_closing
         write = self._hold if self._is_shared else transport.write
-        _, most_waiting = transport.get_write_buffer_limits()
         encode, length = _encoder.encode, len(before) + len(after)
 
         def take(text: str) -> bool:
-            if not self._is_chunked or is_closing() or num_waiting() > most_waiting:
+            if not self._is_chunked or is_closing() or protocol.writing_paused:
                 return False
             if text:
                 told = encode(text)
@@ -173,13 +174,24 @@ class EventStream:
         if not self._held:
             asyncio.get_running_loop().call_soon(self._let_go)
         self._held.append(chunk)
+        self._num_held += len(chunk)
+        if self._num_held > MOST_HELD:  # so that a turn of many texts finds out what is full
+            self._let_go()
 
     def _let_go(self) -> None:
-        """Write what is held; it is dropped where the client has gone."""
-        held, self._held = self._held, []
+        """Write what is held; it is dropped where the client has gone. The stream ends where it
+        cannot be written: what follows would have a hole before it.
+        """
+        held, self._held, self._num_held = self._held, [], 0
         transport = self._request.transport
-        if held and transport is not None and not transport.is_closing():
+        if not held or transport is None or transport.is_closing():
+            return
+        try:
             transport.write(b"".join(held))
+        except Exception:
+            logger.exception("a stream ends, as it cannot be written")
+            self._is_chunked = False
+            transport.abort()
 
 
 logger = logging.getLogger(__name__)
@@ -257,6 +269,8 @@ class Answer(ABC):
 
     async def begin(self) -> None:  # noqa: B027 - most have nothing to do
         """Called once, when the request is accepted and nothing of it was told yet."""
+
+    settles_elsewhere = False  # whether `settle` may wait, as for a store
 
     async def settle(self) -> None:  # noqa: B027 - most have nothing to do
         """Called once, when the end was made and is not told yet."""
@@ -470,6 +484,9 @@ async def _stream(
     try:
         await run_all([pump(i * n, stream) for i, stream in enumerate(streams)])
         ending = reply.ending(tally.usage())
+        if last and reply.settles_elsewhere:
+            await events.send(last)  # the client need not wait for it
+            last = b""
         await reply.settle()
     except ConnectionError:
         raise  # the client has gone: it cannot be told

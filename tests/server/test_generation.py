@@ -18,7 +18,7 @@ from aioserve.params import SamplingParams
 from aioserve.server.chat.protocol import ChatCompletionChunk, ChatCompletionRequest
 from aioserve.server.chat.routes import ChatReply
 from aioserve.server.completions import CompletionReply
-from aioserve.server.generation import EventStream, Reply
+from aioserve.server.generation import MOST_HELD, EventStream, Reply
 from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts, best_outputs
 from aioserve.server.protocol import Completion, CompletionRequest, StreamOptions
 from aioserve.server.running import CHAT_FORMAT
@@ -138,7 +138,8 @@ class Pipe(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.writes: list[bytes] = []
-        self.is_closed = False
+        self.is_closed = self.is_broken = False
+        self.protocol: Connection
 
     def is_closing(self) -> bool:
         return self.is_closed
@@ -146,11 +147,22 @@ class Pipe(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return sum(map(len, self.writes))
 
-    def get_write_buffer_limits(self) -> tuple[int, int]:
-        return 100, 400
-
     def write(self, data: bytes) -> None:
+        """Keep the data; as of transports, beyond 400 bytes the protocol is told to pause."""
+        if self.is_broken:
+            raise RuntimeError("it cannot be written")
         self.writes.append(data)
+        if self.get_write_buffer_size() > 400 and not self.protocol.writing_paused:
+            self.protocol.pause_writing()
+
+    def abort(self) -> None:
+        self.is_closed = True
+
+    def let_read(self) -> None:
+        """Have the client read all."""
+        self.writes.clear()
+        if self.protocol.writing_paused:
+            self.protocol.resume_writing()
 
 
 class Connection(BaseProtocol):
@@ -163,7 +175,8 @@ class Connection(BaseProtocol):
 async def begun(*, is_shared: bool = False, version: int = 1) -> tuple[EventStream, Pipe]:
     """Return a stream whose first event was sent, and the pipe, which is empty."""
     pipe = Pipe()
-    protocol = Connection(asyncio.get_running_loop())
+    pipe.protocol = protocol = Connection(asyncio.get_running_loop())
+    protocol.transport = pipe
     writer = StreamWriter(protocol, asyncio.get_running_loop())
     request = make_mocked_request(
         *("POST", "/"),
@@ -200,7 +213,7 @@ async def test_a_text_writer_stops_at_a_full_socket_and_behind_the_end():
     while take("x" * 99):
         assert len(pipe.writes) < 9
     assert 400 < pipe.get_write_buffer_size() < 520
-    pipe.writes.clear()  # the client has read
+    pipe.let_read()
     assert take("x")
     pipe.is_closed = True
     assert not take("x")
@@ -231,6 +244,30 @@ async def test_a_shared_stream_leaves_in_one_write_a_turn_and_in_order():
     pipe.writes.clear()
     await asyncio.sleep(0)
     assert pipe.writes == []
+
+
+async def test_a_shared_stream_that_takes_much_within_a_turn_finds_out_what_is_full():
+    stream, pipe = await begun(is_shared=True)
+    take = stream.text_writer(b"data: ", b"\n\n")
+    taken = 0
+    while take("x" * 999):
+        taken += 1
+        assert taken < 100
+    assert len(pipe.writes) == 1
+    assert MOST_HELD < pipe.get_write_buffer_size() < MOST_HELD + 1100
+
+
+async def test_a_shared_stream_that_cannot_be_written_ends_with_no_hole(caplog):
+    stream, pipe = await begun(is_shared=True)
+    take = stream.text_writer(b"data: ", b"\n\n")
+    pipe.is_broken = True
+    assert take("a")
+    await asyncio.sleep(0)
+    assert pipe.is_closing()
+    pipe.is_broken = False
+    assert not take("b")
+    assert pipe.writes == []
+    assert "a stream ends, as it cannot be written" in caplog.text
 
 
 async def test_the_last_events_and_the_end_leave_in_one_write():

@@ -102,10 +102,9 @@ async def create_message(request: web.Request) -> web.StreamResponse:
         conversation, use = _conversation(request, body, images)
         note_ttl(request, body.cache_controls())
         body.messages.clear()  # images that they hold would stay as long as the stream
-        params = msgspec.structs.replace(
-            body.sampling_params(request.app[ENGINE].model_info.sampling_defaults),
-            kept_special_tokens=request.app[CHAT_FORMAT].kept_special_tokens,
-        )
+        params = body.sampling_params(
+            request.app[ENGINE].model_info.sampling_defaults
+        ).with_checked(kept_special_tokens=request.app[CHAT_FORMAT].kept_special_tokens)
         params = await bind_off_loop(
             params, use, request.app[CHAT_FORMAT], conversation, body.bound_by
         )

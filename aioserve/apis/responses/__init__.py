@@ -80,12 +80,9 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     offered = await _offered(request, body)
     with _own_names(offered.use, body), images.named():
         await _check_id(request, body)
-        params = msgspec.structs.replace(
-            body.sampling_params(
-                engine.model_info.sampling_defaults, engine.config.server.default_chat_tokens
-            ),
-            kept_special_tokens=chat_format.kept_special_tokens,
-        )
+        params = body.sampling_params(
+            engine.model_info.sampling_defaults, engine.config.server.default_chat_tokens
+        ).with_checked(kept_special_tokens=chat_format.kept_special_tokens)
         items, conversation = await _conversation(request, body, offered.use, images)
         params = await bind_off_loop(params, offered.use, chat_format, conversation, body.bound_by)
         params = with_budget(request, params, *body.reasoning_budget())

@@ -255,6 +255,8 @@ class ResponseAnswer(Answer):
         self._writer.end(is_whole=_incomplete(output) is None)
         return self._finished(output, usage)
 
+    settles_elsewhere = True  # in the store, which may be behind workers
+
     async def settle(self) -> None:
         if self._kept is not None:
             await self._store.put(self.id, self._kept)

@@ -73,7 +73,7 @@ async def prepare_chat(
             raise RequestError(words, param="response_type")
         field, wanted = "response_type", StructuredOutputs(json=schema_of(kind))
         params = msgspec.structs.replace(params, structured_outputs=wanted)
-    params = msgspec.structs.replace(params, kept_special_tokens=chat_format.kept_special_tokens)
+    params = params.with_checked(kept_special_tokens=chat_format.kept_special_tokens)
     conversation = Conversation(
         template_messages(messages),
         use.tools if use else (),

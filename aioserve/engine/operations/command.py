@@ -4,7 +4,10 @@ Knows neither the operators' commands nor the engine. A command that an operator
 as well; last are the four that a server gives for its own routes.
 """
 
+import asyncio
 import re
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast, get_args
 
@@ -206,7 +209,9 @@ class ShowMetrics(EngineCommand[bytes], frozen=True):
     counted: list[Counted] = field(default_factory=list)
 
     async def run_on(self, engine: Any) -> bytes:
-        await engine.metrics.load_text()
+        name = "aioserve.engine.exposition"
+        if name not in sys.modules:  # the import takes a while; what it makes belongs to the loop
+            await asyncio.to_thread(import_module, name)
         text: bytes = engine.internals.render_metrics(self.counted)
         return text
 
