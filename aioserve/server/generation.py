@@ -107,13 +107,8 @@ class EventStream:
     def has_room(self) -> bool:
         """Whether something can be written at once."""
         protocol = self._request.protocol
-        transport = protocol.transport
-        return (
-            self._is_chunked
-            and not protocol.writing_paused
-            and transport is not None
-            and not transport.is_closing()
-        )
+        is_open = protocol.transport is not None and not protocol.transport.is_closing()
+        return self._is_chunked and is_open and not protocol.writing_paused
 
     async def send(self, events: bytes) -> None:
         """Write whole events; waits while the client's socket is full."""
