@@ -299,7 +299,8 @@ class RequestTable:
         self.kv_cache = kv_cache
         self.requests: dict[str, Request] = {}  # all that are not finished, in order of arrival
         self.waiting = RequestQueue(group_by)
-        self.running: list[Request] = []  # replaced, never shrunk in place
+        self._running: list[Request] = []
+        self._requeued: set[Request] = set()  # not yet taken out of `_running`
         self.paused: dict[Request, bool] = {}  # they wait and hold blocks; were these prefetched?
         #: Finished, but a step in flight may write their blocks. In order, as all that a plan may
         #: depend on: the same events give the same plan.
@@ -324,6 +325,16 @@ class RequestTable:
         self.num_accepted_tokens = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that run, in order of admission: replaced, never shrunk in place. What was
+        requeued leaves it when it is next asked for, so that many cost one walk.
+        """
+        if gone := self._requeued:
+            self._running = [r for r in self._running if r not in gone]
+            self._requeued = set()
+        return self._running
 
     @property
     def aside(self) -> set[Request]:
@@ -481,7 +492,7 @@ class RequestTable:
                 request.num_preemptions, request.order_key = num_preemptions, key
             raise
         self.num_preemptions += sum(status is None for status in requests.values())
-        self.running = [r for r in self.running if r not in requests]
+        self._requeued.update(requests)
 
     def tell_preempted(self, requests: Iterable[Request]) -> None:
         """The runner hears with the next step that these have lost their places."""
@@ -672,7 +683,7 @@ class RequestTable:
     def drop_finished(self) -> None:
         """Some of `running` have ended: nothing here may keep them."""
         running = RequestStatus.RUNNING  # to look it up for each takes longer than the rest
-        self.running = [r for r in self.running if r.status is running]
+        self._running = [r for r in self.running if r.status is running]
         self._last_decodes = Decodes([])
 
     def _num_written_tokens(self, request: Request) -> int:

@@ -1,6 +1,7 @@
 """What a test author can do with the harness, besides letting time pass."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve.errors import ConfigError, PolicyError
 from aioserve.outputs import FinishReason
-from aioserve.params import StructuredOutputs
-from aioserve.scheduler import BaseScheduler
+from aioserve.params import SamplingParams, StructuredOutputs
+from aioserve.request import Request, RequestSpec
+from aioserve.scheduler import BaseScheduler, RequestQueue
 from aioserve.testing import ContractViolation, SchedulerHarness
 from aioserve.testing.calls import make_calls, write_program
+from aioserve.testing.cost import Lines, count_lines
 from aioserve.testing.harness import FAILURES, FailsToTakeOver
 
 EOS = 2
@@ -140,7 +143,7 @@ def test_a_policy_that_loses_somebody_at_a_switch_is_caught() -> None:
     class Forgets(FCFSScheduler):
         def take_over(self, other: BaseScheduler) -> None:
             super().take_over(other)
-            self.book.running = []
+            self.book.running.clear()
 
     harness = SchedulerHarness(FCFSScheduler)
     harness.add_request("a", [1] * 5)
@@ -179,6 +182,18 @@ def test_an_error_of_the_policy_is_tolerated_if_the_test_says_so() -> None:
     harness.run_until_idle()
     assert harness.errors
     assert FinishReason.ERROR in harness.finished.values()
+
+
+def test_an_insert_of_a_policy_costs_by_the_items_and_one_of_the_waiting_line_does_not() -> None:
+    own, of_policy, of_line = list(range(500)), Lines(), Lines()
+    count_lines(lambda: own.insert(0, 1), of_policy)
+    queue = RequestQueue()
+    for number in range(500):
+        request = Request(RequestSpec(str(number), [1], SamplingParams()))
+        request.order_key = (0, number)
+        of_line.clear()
+        count_lines(partial(queue.add, request), of_line)
+    assert of_policy.total() >= 500 > of_line.total() > 0
 
 
 def test_the_program_of_the_page_on_writing_a_policy_runs() -> None:
