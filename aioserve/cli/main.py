@@ -30,7 +30,6 @@ from aioserve.support.arguments import (
     read_annotation,
     run,
 )
-from aioserve.support.logs import set_up_logging
 from aioserve.support.process import ignore_sigterm, way_out
 
 logger = logging.getLogger(__name__)
@@ -93,6 +92,8 @@ def _dispatch(words: Sequence[str]) -> int:
     command = COMMANDS.get(first, _serve)
     given = build_parser().parse_args(rest if first in COMMANDS else words)
     config = load_config(given)
+    from aioserve.support.logs import set_up_logging
+
     set_up_logging(config.server.log_level, config.server.log_format)
     if config.model.model != EMBEDDED_MODEL:
         from aioserve.model_source.downloads import fetch_if_missing

@@ -14,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -26,7 +27,6 @@ from aioserve.engine.clock import is_real
 from aioserve.engine.core import EngineCore, EngineLoop
 from aioserve.engine.metrics import EngineMetrics, MetricsText, Sources
 from aioserve.engine.stream import Origin, RequestStream, Samples, SampleState
-from aioserve.engine.watchdog import LoopMonitor, StateLog, Watchdog
 from aioserve.errors import EngineDeadError, EngineStartError, ForeignLoopError, RunnerDeadError
 from aioserve.kv_cache import KVEvent
 from aioserve.model_source.info import ModelInfo
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         State,
     )
     from aioserve.engine.snapshot import EngineSnapshot
+    from aioserve.engine.watchdog import LoopMonitor, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class AsyncEngine(EngineClient):
     """
 
     # Here, since `__del__` reads them of an engine whose settings were refused, too.
-    _watchdog: Watchdog | None = None  # between start and shutdown, in real time
+    _watchdog: "Watchdog | None" = None  # between start and shutdown, in real time
     _home: tuple[asyncio.AbstractEventLoop, int] | None = None  # the loop, and its thread
 
     def __init__(
@@ -175,8 +176,8 @@ class AsyncEngine(EngineClient):
                     await asyncio.wait([self._task])
         finally:
             self._close_chat_format()  # chats that were accepted have ended, or are given up
-            self.internals.loop_monitor.stop()
             if self._watchdog is not None:
+                self.internals.loop_monitor.stop()
                 self._watchdog.close()
         async with self._ending:
             if self._parts is not None:
@@ -548,10 +549,12 @@ def _expose(metrics: EngineMetrics) -> MetricsText:
     return Exposition(metrics)
 
 
-def _watch(engine: AsyncEngine, core: EngineCore) -> Watchdog:
+def _watch(engine: AsyncEngine, core: EngineCore) -> "Watchdog":
     """Return a watchdog whose thread keeps neither alive: an engine that is dropped ends its
-    thread.
+    thread. Simulated time needs none, and does not load it.
     """
+    from aioserve.engine.watchdog import Watchdog
+
     engine_ref, core_ref = weakref.ref(engine), weakref.ref(core)
 
     def loop() -> EngineLoop:
@@ -594,15 +597,21 @@ class EngineInternals:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        #: By how much the event loop is late while there are requests.
-        self.loop_monitor = LoopMonitor(
+        self._live_feed: LiveFeed | None = None  # once a page has asked for it
+        self._trials: PolicyTrials | None = None  # once one was requested
+        self._num_clients = 0  # besides those of this process
+
+    @cached_property
+    def loop_monitor(self) -> "LoopMonitor":
+        """By how much the event loop is late while there are requests, in real time."""
+        from aioserve.engine.watchdog import LoopMonitor, StateLog
+
+        engine = self._engine
+        return LoopMonitor(
             lambda: engine._parts is not None and len(engine._parts.output_processor) > 0,
             engine.metrics.loop_delays["engine"].observe,
             StateLog(engine.get_stats, engine.metrics).write,
         )
-        self._live_feed: LiveFeed | None = None  # once a page has asked for it
-        self._trials: PolicyTrials | None = None  # once one was requested
-        self._num_clients = 0  # besides those of this process
 
     def close(self) -> None:
         """End the live feed: the engine shuts down."""

@@ -7,11 +7,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from aioserve.engine.detokenizer import (
-    ByteLevelDetokenizer,
-    DetokenizerChoice,
-    MakeDetokenizer,
-)
 from aioserve.engine.metrics import RequestCounts
 from aioserve.engine.step_loop import FAULTS, FailureLog, StepObserver
 from aioserve.engine.stream import Claims, RequestStream, Samples, SampleState, wants_only_end
@@ -22,6 +17,7 @@ from aioserve.request import Request
 from aioserve.scheduler import SchedulerOutput
 
 if TYPE_CHECKING:
+    from aioserve.engine.detokenizer import ByteLevelDetokenizer, MakeDetokenizer
     from aioserve.engine.request_log import RequestLog
     from aioserve.engine.stop_strings import StopStringMatcher
     from aioserve.engine.tracing import Tracing
@@ -195,6 +191,8 @@ class OutputProcessor(StepObserver):
         # By which special tokens are shown; the usual ones are made before the first request.
         self._make_detokenizer: dict[tuple[bool, tuple[int, ...]], MakeDetokenizer] = {}
         if tokenizer is not None:
+            from aioserve.engine.detokenizer import DetokenizerChoice
+
             self._detokenizers = DetokenizerChoice(tokenizer)
             for skip in (False, True):
                 make = self._detokenizers.choose(skip_special_tokens=skip)

@@ -10,8 +10,6 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from aioserve.support.progress import Lines
-
 BOLD, DIM, RED, GREEN = "1", "2", "31", "32"
 
 # Of a line, what is coloured, and how. The first line of a table is its title.
@@ -55,6 +53,8 @@ def progress(
     how many more are done.
     """
     if title and not is_terminal(sys.stderr):
+        from aioserve.support.progress import Lines
+
         lines: Lines[None] = Lines(desc=title, total=total, say=say)
         try:
             yield lines.update

@@ -15,7 +15,6 @@ from aioserve.config import EMBEDDED_MODEL, ModelConfig
 from aioserve.errors import ConfigError, one_line
 from aioserve.model_source.source import KINDS, ModelSource, check_file
 from aioserve.params import NO_DEFAULTS, SamplingDefaults
-from aioserve.support.progress import download_bars
 
 # A model that states no limit (or an absurd one) is served to this length, in tokens.
 FALLBACK_MAX_MODEL_LEN = 2048
@@ -235,6 +234,8 @@ def _check_no_revision(config: ModelConfig, where: str) -> None:
 def _fetch_from_hub(config: ModelConfig) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    from aioserve.support.progress import download_bars
 
     try:
         return Path(
