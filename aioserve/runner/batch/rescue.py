@@ -59,7 +59,8 @@ class StepRescue(Generic[T]):
     ) -> None:
         """`run` computes the rows of a step, and changes nothing of `batch` if it raises. Unless it
         `is_possible` to run a step again, all of its requests fail with it. `is_end`: whether after
-        an error no step can run any more.
+        an error no step can run any more. May be made when the first step has raised, if
+        `batch.may_lose` said before what `is_possible` says.
         """
         self._batch, self._run = batch, run
         self._is_possible = batch.may_lose = is_possible
@@ -89,14 +90,23 @@ class StepRescue(Generic[T]):
         try:
             parts = [self._run(step)]
         except Exception as error:
-            if isinstance(error, RunnerDeadError) or not self._is_possible or self._is_end(error):
-                raise
-            self._note(error, step)
+            self.note_raised(error, step)
         else:
             if self._batch.lost:
                 self._batch.lost.note_written(self._written(step))
             return parts
-        self._log(len(rows))
+        return self.run_again(step)
+
+    def note_raised(self, error: Exception, step: SchedulerOutput) -> None:
+        """A whole step has raised. Raises `error` itself where no part of it is to be run again."""
+        if isinstance(error, RunnerDeadError) or not self._is_possible or self._is_end(error):
+            raise error
+        self._note(error, step)
+        self._log(len(step.num_scheduled_tokens))
+
+    def run_again(self, step: SchedulerOutput) -> list[T]:
+        """Run a step that has raised, in parts; returns what `run` does."""
+        rows = list(step.num_scheduled_tokens)
         return self._run_parts(step, sorted(rows, key=self._batch.num_computed))
 
     def _run_parts(self, step: SchedulerOutput, rows: Sequence[str]) -> list[T]:

@@ -27,7 +27,6 @@ from aioserve.runner.attention.backend import (
     StepInputs,
 )
 from aioserve.runner.batch.input_batch import InputBatch, kept_logprobs
-from aioserve.runner.batch.rescue import StepRescue, merge_outputs
 from aioserve.runner.cpu.kv_memory import AttentionBackend, StepMemory
 from aioserve.runner.cpu.machine import ComputeThreads, give_back_freed_memory
 from aioserve.runner.cpu.sampler import SampledTokens, sample_each
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from aioserve.kv_cache import KVConnectorMetadata
     from aioserve.runner.adapters import LoadedAdapters
     from aioserve.runner.batch.masks import Masks
+    from aioserve.runner.batch.rescue import StepRescue
     from aioserve.runner.cpu.asked_results import Looked, RowValueStep
 
 
@@ -146,10 +146,9 @@ class StepExecutor:
         self.memory = StepMemory(backend, parts.sizes[-1])
         self.parts, self._batch = parts, InputBatch(*parts.sizes, parts.all)
         # States cannot be taken back; ranks would have to run a step again together.
-        is_possible = plan.ranks is None and model.states is None
+        self._batch.may_lose = plan.ranks is None and model.states is None
         # A token that is computed again reads what a window may have let go.
-        self._may_sit_out = is_possible and not plan.windows
-        self._rescue = StepRescue(self._batch, self._compute, is_possible=is_possible)
+        self._may_sit_out = self._batch.may_lose and not plan.windows
         self._encoder = model.image_encoder
         self._takes_guesses = (  # of a grammar or a drafter
             model.states is None or plan.config.speculation.drafts_surely
@@ -212,11 +211,30 @@ class StepExecutor:
             return EMPTY_RUNNER_OUTPUT
         outputs = [
             done.keep(self._batch, self.parts, takes_guesses=self._takes_guesses)
-            for done in self._rescue.run(scheduler_output)
+            for done in self._run(scheduler_output)
         ]
         if len(outputs) == 1 and not self._batch.lost:
             return outputs[0]
+        from aioserve.runner.batch.rescue import merge_outputs
+
         return merge_outputs(scheduler_output, outputs, self._batch.lost.why)
+
+    @cached_property
+    def _rescue(self) -> "StepRescue[ComputedStep]":
+        """Runs steps again in parts; loaded when the first step raises, or loses a request."""
+        from aioserve.runner.batch.rescue import StepRescue
+
+        return StepRescue(self._batch, self._compute, is_possible=self._batch.may_lose)
+
+    def _run(self, step: SchedulerOutput) -> "list[ComputedStep]":
+        """Compute a step that the batch was told of, in parts if it raises."""
+        if self._batch.lost or "_rescue" in self.__dict__:
+            return self._rescue.run(step)
+        try:
+            return [self._compute(step)]
+        except Exception as error:
+            self._rescue.note_raised(error, step)
+        return self._rescue.run_again(step)
 
     def _compute(self, step: SchedulerOutput) -> ComputedStep:
         """Compute and sample a step that the batch was told of. It may be asked for again."""
@@ -276,7 +294,7 @@ class StepExecutor:
             if self._model.states is not None:
                 self._model.states.close()
         names = "_model", "_encoder", "_backend", "_batch", "parts", "memory", "copies", "adapters"
-        for name in names:
+        for name in (*names, "_rescue"):
             self.__dict__.pop(name, None)
 
 
