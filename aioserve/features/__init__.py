@@ -57,6 +57,7 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
     },
     # Resources of the scheduler's side, by the names of their plans: `kv_cache.resource`.
     "caches": {
+        "adapters": "aioserve.features.lora:AdapterSlots",
         "states": "aioserve.features.states.slots:StateSlotPool",
         "windows": "aioserve.features.states.windows:WindowBlockPool",
         "encoder": "aioserve.features.multimodal.encoder_cache:EncoderOutputs",

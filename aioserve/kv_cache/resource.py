@@ -168,47 +168,6 @@ class Resource:
         """Take over the limits of another of this class, whose policy is in charge from now on."""
 
 
-class AdapterSlots(Resource):
-    """Places for adapters, one for all requests that have the same."""
-
-    name = "adapters"
-
-    def __init__(self, max_adapters: int) -> None:
-        self.max_adapters = max_adapters
-        self._held: dict[Request, str] = {}
-
-    def shortage(self, request: Request, gone: Collection[Request] = ()) -> WaitReason | None:
-        if not request.adapter_id:
-            return None
-        held = {adapter_id for r, adapter_id in self._held.items() if r not in gone}
-        adapters = held | {request.adapter_id}
-        is_held = len(adapters) == len(held)
-        return None if is_held or len(adapters) <= self.max_adapters else WaitReason.ADAPTERS
-
-    def take(self, request: Request, num_blocks: int, num_shared_tokens: int) -> None:
-        if request.adapter_id:
-            self._held[request] = request.adapter_id
-
-    def resume(self, request: Request) -> None:
-        self.take(request, 0, 0)
-
-    def pause(self, request: Request) -> None:
-        self.give_back(request)
-
-    def leave(self, request: Request) -> None:
-        self._held.pop(request, None)
-
-    def give_back(self, request: Request) -> None:
-        self._held.pop(request, None)
-
-    def held(self) -> str:
-        num = len(set(self._held.values()))
-        return f"{num} places for adapters" if num else ""
-
-    def follow(self, other: "AdapterSlots") -> None:
-        self.max_adapters = other.max_adapters
-
-
 # What the kinds of cache are told of the model and of settings, and what policies read of them:
 # here, so that no kind is loaded that is not used.
 
@@ -391,7 +350,7 @@ def make_limits(max_loras: int, encoder: EncoderLimits, pool: BlockPool) -> list
         return _make("encoder", encoder, pool)
 
     return [
-        LimitOf(attrgetter("adapter_id"), lambda: AdapterSlots(max_loras)),
+        LimitOf(attrgetter("adapter_id"), lambda: _make("adapters", max_loras)),
         LimitOf(attrgetter("encoder_inputs"), make_encoder),
     ]
 

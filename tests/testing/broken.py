@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from aioserve.features.kv_connector import OffloadingConnector
+from aioserve.features.lora import AdapterSlots
 from aioserve.features.multimodal.encoder_cache import EncoderOutputs
 from aioserve.kv_cache import StateSlots
-from aioserve.kv_cache.resource import AdapterSlots
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, Step
