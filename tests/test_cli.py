@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.cli.main import COMMANDS, build_parser, load_config, main
+from aioserve.cli import serve
+from aioserve.cli.main import main
+from aioserve.cli.serve import build_parser, load_config
 from aioserve.config import COMMON_SETTINGS, EngineConfig, iter_settings
 from aioserve.errors import ConfigError
 from aioserve.scheduler import available_policies
@@ -314,7 +316,7 @@ def test_ctrl_c_before_the_command_runs_is_no_traceback(monkeypatch):
     async def interrupted(config, read_again):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(COMMANDS, "serve", interrupted)
+    monkeypatch.setattr(serve, "_serve", interrupted)
     assert main(["serve"]) == 0
 
 

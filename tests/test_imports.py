@@ -197,7 +197,7 @@ LIGHT = {
     "[load_policy(name) for name in names()]": (
         *("torch", "transformers", "aiohttp", "asyncio", "aioserve.engine", "aioserve.server"),
     ),
-    "from aioserve.cli.main import build_parser; build_parser().format_help()": (
+    "from aioserve.cli.serve import build_parser; build_parser().format_help()": (
         *("torch", "transformers", "aiohttp", "aioserve.engine", "aioserve.server"),
     ),
     "import aioserve, aioserve.testing, aioserve.runner.cpu.runner": ("torch", "transformers"),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.cli.main import TOOLS, build_parser, load_config
+from aioserve.cli.main import TOOLS
+from aioserve.cli.serve import build_parser, load_config
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

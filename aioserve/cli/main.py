@@ -1,52 +1,19 @@
-"""The command line: flags from the settings structs, logging, exit codes.
+"""The command line: which command runs, what is said of its errors, exit codes.
 
-Knows no setting by name: `config` declares them. Loads neither the server nor torch before a
-command runs, so that `--help` is quick.
+Loads the command that is asked for alone; neither the server nor torch before it runs, so that
+`--help` is quick.
 """
 
-import argparse
-import gc
 import importlib
-import logging
 import os
 import sys
-import typing
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import msgspec
-
-from aioserve.config import COMMON_SETTINGS, EMBEDDED_MODEL, EngineConfig, iter_settings
-from aioserve.errors import AioserveError, ConfigError, EngineDeadError, SettingError, did_you_mean
-from aioserve.support import __version__
-from aioserve.support.arguments import (
-    EXIT_ENGINE_DEAD,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    Parser,
-    TakesArguments,
-    assignment,
-    read_annotation,
-    run,
-)
-from aioserve.support.process import ignore_sigterm, way_out
-
-logger = logging.getLogger(__name__)
+from aioserve.errors import AioserveError, ConfigError, EngineDeadError, did_you_mean
+from aioserve.support.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from aioserve.support.process import way_out
 
 EXIT_UNREAD = 141  # a shell's, for SIGPIPE
-
-_EPILOG = """\
-Commands: serve (the default); chat, bench, compare, search, sweep, mispredict, zoo, evaluate,
-evolve, check, certify, cards, calibrate, replay, trace, fetch, settings, doctor and completion have
-a --help of their own.
-Flags override --set, --set overrides --config, and a later --set overrides an earlier one.
-Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for invalid settings, 3 if the
-engine died (clients get an error first; --no-exit-on-dead-engine waits for a signal) or if the
-process ended itself because the event loop or the shutdown hung.
-
-Policies, for --policy and --shadow-policy:
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,63 +45,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: Sequence[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
         from aioserve.cli.completion import answer_shell
+        from aioserve.cli.serve import build_parser
 
-        answer_shell(COMMANDS, TOOLS, build_parser, lambda name: _load_tool(name)([]))
+        answer_shell([SERVE], TOOLS, build_parser, lambda name: _load_tool(name)([]))
     first, rest = (words[0], words[1:]) if words else ("", [])
     if first in TOOLS:
         return _load_tool(first)(rest)
-    if first and not first.startswith("-") and first not in COMMANDS:
-        known = [*COMMANDS, *TOOLS]
+    if first and not first.startswith("-") and first != SERVE:
+        known = [SERVE, *TOOLS]
         raise ConfigError(
             f"unknown command {first!r}{did_you_mean(first, known)}; there are {', '.join(known)}"
         )
     # Not a positional of argparse: after a misspelt flag it would be blamed for the value.
-    command = COMMANDS.get(first, _serve)
-    given = build_parser().parse_args(rest if first in COMMANDS else words)
-    config = load_config(given)
-    from aioserve.support.logs import set_up_logging
+    from aioserve.cli.serve import run_serve
 
-    set_up_logging(config.server.log_level, config.server.log_format)
-    if config.model.model != EMBEDDED_MODEL:
-        from aioserve.model_source.downloads import fetch_if_missing
-
-        fetch_if_missing(config.model.model)  # while Ctrl-C and SIGTERM still end the process
-    try:
-        run(command(config, lambda: load_config(given)))
-    finally:
-        ignore_sigterm()
-    return 0
+    return run_serve(rest if first == SERVE else words)
 
 
-async def _serve(config: EngineConfig, read_again: Callable[[], EngineConfig]) -> None:
-    # Said before the imports that take seconds.
-    logger.info(
-        "aioserve %s starts: model %s, policy %s",
-        __version__,
-        config.model.served_name,
-        config.scheduler.policy,
-    )
-    # Nothing of what torch and transformers bring is garbage, and looking for some takes a sixth of
-    # their import. Measured: 4.4 s of CPU, or 3.7 without.
-    gc.disable()
-    try:
-        from aioserve.server.app import serve
-
-        if config.server.api_workers:
-            from aioserve.fleet.workers.pool import check_platform, workers_listening
-
-            check_platform()
-            await serve(config, workers_listening, read_again=read_again)
-        else:
-            await serve(config, read_again=read_again)  # on again once it serves
-    finally:
-        gc.enable()
-
-
-#: Given the settings, and what reads them again.
-Command = Callable[[EngineConfig, Callable[[], EngineConfig]], Coroutine[Any, Any, None]]
-
-COMMANDS: dict[str, Command] = {"serve": _serve}
+#: The command that runs where none is named.
+SERVE = "serve"
 
 # Commands with arguments of their own: module and function, which returns the exit code.
 TOOLS = {
@@ -165,142 +94,3 @@ def _load_tool(name: str) -> Callable[[Sequence[str]], int]:
     module, _, function = TOOLS[name].partition(":")
     tool: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
     return tool
-
-
-class _ServeParser(Parser):
-    """The help of the server: of the commonest settings, or of all."""
-
-    #: The flags of settings.
-    settings: Sequence[argparse.Action] = ()
-
-    def format_help(self) -> str:
-        """Return all settings, with the installed policies, which are looked up only here."""
-        from aioserve.scheduler.descriptions import describe_policies
-
-        policies = describe_policies()
-        width = max(map(len, policies), default=0)
-        lines = [f"  {name:{width}}  {what}".rstrip() for name, what in policies.items()]
-        return super().format_help() + "\n" + _EPILOG + "\n".join([*lines, ""])
-
-    def format_common_help(self) -> str:
-        """Return the settings of `COMMON_SETTINGS` alone, and how many there are besides."""
-        hidden = [a for a in self.settings if a.dest not in COMMON_SETTINGS]
-        helps = [action.help for action in hidden]
-        for action in hidden:
-            action.help = argparse.SUPPRESS
-        try:
-            text = self.format_help()
-        finally:
-            for action, help_text in zip(hidden, helps, strict=True):
-                action.help = help_text
-        return f"{text}\n{len(hidden)} more settings: aioserve --help=all\n"
-
-
-class _Help(argparse.Action):
-    """`--help`, or `--help=all`: prints it and ends the program."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        assert isinstance(parser, _ServeParser)
-        print(parser.format_help() if values == "all" else parser.format_common_help(), end="")  # noqa: T201
-        parser.exit()
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Every setting is a flag named after its field, grouped by section."""
-    parser = _ServeParser(
-        "",
-        usage="aioserve [serve] [--config FILE] [--set SECTION.NAME=VALUE] [--FLAG VALUE ...]",
-        description="Serve a language model over an OpenAI-compatible HTTP API.",
-        add_help=False,
-    )
-    parser.add_argument(
-        *("-h", "--help"),
-        action=_Help,
-        nargs="?",
-        choices=("all",),
-        metavar="all",
-        help="show the commonest settings and exit; --help=all: every setting",
-    )
-    parser.add_argument("--version", action="version", version=f"aioserve {__version__}")
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of settings, or the name of a shipped one"
-    )
-    parser.add_argument(
-        "--set",
-        metavar="SECTION.NAME=VALUE",
-        action="append",
-        default=[],
-        type=assignment,
-        help="set any setting or policy option: scheduler.options.chunk_size=64; repeatable",
-    )
-    groups: dict[str, TakesArguments] = {}
-    settings = []
-    for section, field in iter_settings():
-        if section not in groups:
-            groups[section] = parser.add_argument_group(section)
-        settings += _add_flag(groups[section], section, field)
-    parser.settings = settings
-    return parser
-
-
-def load_config(arguments: argparse.Namespace) -> EngineConfig:
-    """Return the settings that `arguments` ask for. Raises `ConfigError`."""
-    flags = [
-        (name, value)
-        for name, value in vars(arguments).items()
-        if "." in name and value is not None  # no dot: an argument that is not a setting
-    ]
-    try:
-        return EngineConfig.load(arguments.config, [*arguments.set, *flags])
-    except ConfigError as error:
-        if not isinstance(error, SettingError) or error.where is not None:
-            from aioserve.cli.settings import with_policy
-
-            overridden = {name for name, _ in (*arguments.set, *flags)}
-            raise with_policy(error, arguments.config, overridden) from error.__cause__
-        # Named as it was written: a flag wins over --set.
-        written = error.setting
-        if error.setting in dict(flags):
-            written = f"--{error.setting.rpartition('.')[2].replace('_', '-')}"
-        elif error.setting in dict(arguments.set):
-            written = f"--set {error.setting}"
-        raise ConfigError(f"{written}: {error.why}") from error
-
-
-def _add_flag(
-    group: TakesArguments, section: str, field: msgspec.structs.FieldInfo
-) -> list[argparse.Action]:
-    """Add the flag of a setting; returns the actions that were added: one, or none."""
-    kind, description = read_annotation(field.type)
-    if typing.get_origin(kind) is dict:
-        return []  # --set reaches inside of mappings
-    help_text = description.replace("%", "%%")
-    if field.default not in (None, ()):  # None is explained in the description
-        help_text += f" (default: {show_default(field.default)})"
-    options: dict[str, Any] = {"dest": f"{section}.{field.name}", "help": help_text}
-    if typing.get_origin(kind) is tuple:
-        metavar = "NAME=PATH" if "NAME=PATH" in description else "NAME"
-        options |= {"action": "append", "metavar": metavar}
-    elif any(
-        typing.get_origin(k) is tuple for k in typing.get_args(typing.get_args(field.type)[0])
-    ):
-        options |= {"nargs": "+", "metavar": "NAME"}
-    elif kind is bool:
-        options["action"] = argparse.BooleanOptionalAction
-    elif typing.get_origin(kind) is typing.Literal:
-        options["choices"] = [str(value) for value in typing.get_args(kind)]
-    else:
-        options["metavar"] = {int: "N", float: "NUMBER", str: "TEXT"}.get(kind, "VALUE")
-    return [group.add_argument(f"--{field.name.replace('_', '-')}", **options)]
-
-
-def show_default(default: Any) -> str:
-    if isinstance(default, bool):
-        return "yes" if default else "no"
-    return f"{default:g}" if isinstance(default, float) else str(default)

@@ -20,7 +20,8 @@ import pytest
 
 from aioserve import AsyncEngine
 from aioserve.cli.chat import CONTROL
-from aioserve.cli.main import build_parser, main
+from aioserve.cli.main import main
+from aioserve.cli.serve import build_parser
 from aioserve.config import EngineConfig, RunnerConfig
 from aioserve.model_source.downloads import DOWNLOADS
 from aioserve.server.app import listening

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aioserve.cli.main import COMMANDS, TOOLS, main
+from aioserve.cli.main import SERVE, TOOLS, main
 from aioserve.config import iter_settings
 from aioserve.scheduler import available_policies
 from aioserve.support.files import config_names
@@ -82,7 +82,7 @@ def offers() -> dict[str, list[str]]:
 
 
 def test_the_first_word_is_a_command_or_a_flag() -> None:
-    assert set(offers()["aioserve "]) == {*COMMANDS, *TOOLS}
+    assert set(offers()["aioserve "]) == {SERVE, *TOOLS}
     flags = offers()["aioserve --"]
     for _, field in iter_settings():
         if not field.name.endswith("options"):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from aioserve.cli.main import build_parser, load_config
+from aioserve.cli.serve import build_parser, load_config
 from aioserve.config import EngineConfig, ServerConfig
 from aioserve.engine.lock_guard import GRACE_SECONDS
 from aioserve.server.access.keys import ENVIRONMENT
