@@ -18,6 +18,14 @@ def test_a_simulation_loads_neither_torch_nor_transformers() -> None:
     assert found & {"torch", "transformers"} == set()
 
 
+def test_a_simulation_loads_nothing_of_text_logs_or_real_time() -> None:
+    package = ROOT / "aioserve"
+    found = {str(path) for path in loaded_files("compare fcfs chunked_prefill")}
+    assert str(package / "engine/output_processor.py") in found
+    unused = "cli/serve engine/detokenizer engine/watchdog support/logs support/progress"
+    assert found & {str(package / f"{name}.py") for name in unused.split()} == set()
+
+
 @pytest.mark.parametrize(
     "scenario",
     ["an embedded engine, one text prompt", "the server, one streamed chat completion"],
@@ -55,7 +63,8 @@ def test_a_text_prompt_loads_no_part_of_the_runner_that_it_does_not_ask_for() ->
     assert "runner/batch/input_batch.py" in names
     folders = {name.split("/")[1] for name in names if name.count("/") > 1}
     assert folders == {"attention", "batch", "cpu", "fused"}
-    asked_for = "batch/prompt_rows cpu/asked_results cpu/experts fused/fuse fused/recognize"
+    asked_for = "batch/prompt_rows batch/rescue cpu/asked_results cpu/experts fused/fuse"
+    asked_for += " fused/recognize"
     assert names & {f"runner/{name}.py" for name in asked_for.split()} == set()
 
 
