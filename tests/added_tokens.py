@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tests.server.scripted import CHATML, EMBEDDED, HERMES
+from tests.tokenizing import share_tokenizer
 
 _NFC = {"type": "NFC"}
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -135,6 +136,7 @@ def family_model(family: Family, path: Path) -> str:
         (path / file).write_text(json.dumps({**stated, "eos_token_id": eos_ids}))
     (path / "chat_template.jinja").write_text(family.template)
     shutil.copy(EMBEDDED / "model.safetensors", path)
+    share_tokenizer(path)
     return str(path)
 
 

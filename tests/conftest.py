@@ -30,6 +30,7 @@ from tests.slow import (
     mark_twins_of_depth_one,
     remember,
 )
+from tests.tokenizing import share_tokenizer, shared_files
 
 # What is asserted beside the tests tells its values as well.
 pytest.register_assert_rewrite("tests.policies", "tests.runner", "tests.server")
@@ -177,27 +178,28 @@ def own_processes(kept_modules: list[Kept], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(scope="session", autouse=True)
-def embedded_tokenizer() -> Iterator[None]:
-    """The engines of this process share the embedded model's tokenizer, and the proof of what its
-    tokens spell: to read and prove it is five sixths of the start of an engine without weights.
-    What both do is the subject of tests/engine/test_byte_level.py, by other tokenizers.
+def shared_tokenizers() -> Iterator[None]:
+    """The engines of this process share the tokenizers of the embedded model and of its copies with
+    other templates and tokens, and the proof of what their tokens spell: to read and prove one is
+    five sixths of the start of an engine without weights. What both do is the subject of
+    tests/engine/test_byte_level.py, by other tokenizers.
     """
     from aioserve.engine import detokenizer
     from aioserve.model_source import kept_tokenizer
     from aioserve.model_source.source import ModelSource
 
-    embedded = Path(kept_tokenizer.__file__).parent / "embedded"
+    share_tokenizer(Path(kept_tokenizer.__file__).parent / "embedded")
     read, prove = kept_tokenizer.read_tokenizer, detokenizer.prove_token_pieces
-    tokenizers: dict[str, Any] = {}  # by the folder in which they are kept
+    tokenizers: dict[Any, Any] = {}  # by the folder in which they are kept, and their files
     proofs: dict[int, Any] = {}  # by the tokenizer that they are of
 
     def read_once(source: ModelSource, *, keep: bool) -> Any:
-        if source.path != embedded:
+        if (files := shared_files(source.path)) is None:
             return read(source, keep=keep)
-        folder = os.environ["XDG_CACHE_HOME"]
-        if folder not in tokenizers:
-            tokenizers[folder] = read(source, keep=True)
-        return copy.copy(tokenizers[folder])  # settings may give it another chat template
+        place = os.environ["XDG_CACHE_HOME"], files
+        if place not in tokenizers:
+            tokenizers[place] = read(source, keep=True)
+        return copy.copy(tokenizers[place])  # settings may give it another chat template
 
     def prove_once(tokenizer: Any) -> Any:
         backend = getattr(tokenizer, "backend_tokenizer", None)

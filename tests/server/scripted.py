@@ -15,6 +15,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
 from tests.seeing_models import make_seeing_model
 from tests.server.serving import SIMULATED, running
+from tests.tokenizing import share_tokenizer
 
 EMBEDDED = Path(aioserve.__file__).parent / "model_source" / "embedded"
 
@@ -73,6 +74,7 @@ def make_model(path: Path, template: str, special: str = "<|pad|>") -> str:
     config = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": special}))
     (path / "chat_template.jinja").write_text(template)
+    share_tokenizer(path)
     return str(path)
 
 

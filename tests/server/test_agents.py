@@ -6,6 +6,7 @@ Each body has the fields and types of blocks, items and tools of a recorded one.
 import asyncio
 import json
 import logging
+from itertools import product
 
 import openai
 import pydantic
@@ -187,39 +188,32 @@ PATCH = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_custom_tool_is_called_with_a_text(tmp_path, stream):
+async def test_a_custom_tool_is_called_with_a_text(tmp_path):
     patch = '*** Begin "Patch"\n+plover\n'
-    async with saying(call("apply_patch", input=patch), tmp_path, CHATML) as server:
-        answer = await respond(server, tools=[PATCH, *CODEX["tools"]], stream=stream)
-        if stream:
-            events = list(answer.named_events())
-            told = [data for name, data in events if "custom_tool_call_input" in name]
-            assert [each.get("delta", each.get("input")) for each in told] == [patch, patch]
-            [item] = events[-1][1]["response"]["output"]
-        else:
-            [item] = answer.json()["output"]
-        assert (item["type"], item["name"], item["input"]) == (
-            "custom_tool_call",
-            "apply_patch",
-            patch,
-        )
-        server.say("Done.")
-        output = {
-            "type": "custom_tool_call_output",
-            "call_id": item["call_id"],
-            "output": "1 file changed",
-        }
-        gone_on = await respond(server, input=[*CODEX["input"], item, output], tools=[PATCH])
-        assert text_of(gone_on.json()) == "Done."
-
-
-async def test_openais_models_read_the_events_of_a_custom_tool(tmp_path):
-    event = pydantic.TypeAdapter(ResponseStreamEvent)
-    async with saying(call("apply_patch", input="x"), tmp_path, CHATML) as server:
-        answer = await respond(server, tools=[PATCH], stream=True)
-        for _, data in answer.named_events():
-            event.validate_python(data)
+    as_openai = pydantic.TypeAdapter(ResponseStreamEvent)
+    async with saying("", tmp_path, CHATML) as server:
+        for stream in (False, True):
+            server.say(call("apply_patch", input=patch))
+            answer = await respond(server, tools=[PATCH, *CODEX["tools"]], stream=stream)
+            if stream:
+                events = list(answer.named_events())
+                for _, data in events:
+                    as_openai.validate_python(data)
+                told = [data for name, data in events if "custom_tool_call_input" in name]
+                assert [each.get("delta", each.get("input")) for each in told] == [patch, patch]
+                [item] = events[-1][1]["response"]["output"]
+            else:
+                [item] = answer.json()["output"]
+            called = item["type"], item["name"], item["input"]
+            assert called == ("custom_tool_call", "apply_patch", patch)
+            server.say("Done.")
+            output = {
+                "type": "custom_tool_call_output",
+                "call_id": item["call_id"],
+                "output": "1 file changed",
+            }
+            gone_on = await respond(server, input=[*CODEX["input"], item, output], tools=[PATCH])
+            assert text_of(gone_on.json()) == "Done."
 
 
 async def test_what_only_a_vendor_runs_is_logged_once_for_each_request(tmp_path, caplog):
@@ -353,43 +347,45 @@ async def test_hints_are_taken_on_every_route_and_a_misspelt_field_is_not(server
     assert "did you mean 'reasoning_effort'?" in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("said", "kinds", "reason"),
-    [
-        (NO_JSON, "t", "end_turn"),
-        ('<tool_call>\n{"name": "Read", "arguments": [1]}\n</tool_call>', "t", "end_turn"),
-        (READING, "t", "max_tokens"),
-        (NO_JSON + READING, "tc", "tool_use"),
-        (READING + NO_JSON, "ct", "tool_use"),
-        (READING + READING, "cc", "tool_use"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_that_is_not_whole_is_given_back_as_text(
-    tmp_path, said, kinds, reason, stream
-):
-    async with saying(said, tmp_path, CHATML) as server:
-        limit = {"max_tokens": 24} if reason == "max_tokens" else {}
-        answer = await tell(server, stream=stream, **limit)
-        if stream:
-            events = [data for _, data in answer.named_events()]
-            blocks = [e["content_block"] for e in events if e["type"] == "content_block_start"]
-            pieces = [e for e in events if e["type"] == "content_block_delta"]
-            for e in pieces:
-                if e["delta"]["type"] == "input_json_delta":
-                    blocks[e["index"]]["input"] = json.loads(e["delta"]["partial_json"])
-                else:
-                    blocks[e["index"]]["text"] += e["delta"]["text"]
-            [stop] = [e["delta"]["stop_reason"] for e in events if e["type"] == "message_delta"]
+#: What the model says, which of its blocks are texts and calls, and why it stops.
+BROKEN = [
+    (NO_JSON, "t", "end_turn"),
+    ('<tool_call>\n{"name": "Read", "arguments": [1]}\n</tool_call>', "t", "end_turn"),
+    (READING, "t", "max_tokens"),
+    (NO_JSON + READING, "tc", "tool_use"),
+    (READING + NO_JSON, "ct", "tool_use"),
+    (READING + READING, "cc", "tool_use"),
+]
+
+
+def blocks_of(answer, stream):
+    """The blocks of a message, and why it ends."""
+    if not stream:
+        return answer.json()["content"], answer.json()["stop_reason"]
+    events = [data for _, data in answer.named_events()]
+    blocks = [e["content_block"] for e in events if e["type"] == "content_block_start"]
+    for e in (e for e in events if e["type"] == "content_block_delta"):
+        if e["delta"]["type"] == "input_json_delta":
+            blocks[e["index"]]["input"] = json.loads(e["delta"]["partial_json"])
         else:
-            blocks, stop = answer.json()["content"], answer.json()["stop_reason"]
-        assert "".join("c" if b["type"] == "tool_use" else "t" for b in blocks) == kinds
-        assert stop == reason
-        for block in blocks:
-            if block["type"] == "tool_use":
-                assert block["input"] == {"cmd": "cat note.txt"}
-            else:
-                assert '"Read"' in block["text"]
+            blocks[e["index"]]["text"] += e["delta"]["text"]
+    [stop] = [e["delta"]["stop_reason"] for e in events if e["type"] == "message_delta"]
+    return blocks, stop
+
+
+async def test_a_call_that_is_not_whole_is_given_back_as_text(tmp_path):
+    async with saying("", tmp_path, CHATML) as server:
+        for (said, kinds, reason), stream in product(BROKEN, (False, True)):
+            server.say(said)
+            limit = {"max_tokens": 24} if reason == "max_tokens" else {}
+            blocks, stop = blocks_of(await tell(server, stream=stream, **limit), stream)
+            told = "".join("c" if b["type"] == "tool_use" else "t" for b in blocks)
+            assert (told, stop) == (kinds, reason), (said, stream)
+            for block in blocks:
+                if block["type"] == "tool_use":
+                    assert block["input"] == {"cmd": "cat note.txt"}
+                else:
+                    assert '"Read"' in block["text"]
 
 
 async def test_openais_client_counts_input_tokens(server):
