@@ -8,11 +8,13 @@ import pytest
 
 #: Folders of models whose tokenizer is read once for all that have the same files.
 _SHARED: set[Path] = set()
+#: What a tokenizer is read from, of the embedded model and its copies.
+_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def share_tokenizer(path: Path) -> None:
-    """Let the engines of this process share the tokenizer of this folder with each folder of the
-    same content.
+    """Let the engines of this process share the tokenizer of a folder, a changed copy of the
+    embedded model's, with each folder of the same content.
     """
     _SHARED.add(path)
 
@@ -21,8 +23,8 @@ def shared_files(path: Path) -> tuple[tuple[str, bytes], ...] | None:
     """Return the files that make the tokenizer of a folder, by name; None if it is not shared."""
     if path not in _SHARED:
         return None
-    files = [file for file in sorted(path.iterdir()) if file.suffix in (".json", ".jinja")]
-    return tuple((file.name, file.read_bytes()) for file in files)
+    files = [path / name for name in _FILES]
+    return tuple((file.name, file.read_bytes()) for file in files if file.exists())
 
 
 def hold_tokenizing(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:

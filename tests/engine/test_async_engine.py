@@ -99,54 +99,54 @@ async def test_a_stop_string_ends_the_request_and_frees_it(engine: AsyncEngine) 
     await until_idle(engine)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "params", "param", "message"),
-    [
-        ("", {}, "prompt", "empty"),
-        ([], {}, "prompt", "empty"),
-        ([1, 2, 4000], {}, "prompt", r"prompt\[2\] must be a token id from 0 to 2047, got 4000"),
-        ([1] * 4096, {}, "prompt", "4096 tokens, but the model's limit is 4096"),
-        ("word " * 200_000, {}, "prompt", r"at least \d+ tokens, but the model's limit is 4096"),
-        ("hi", {"stop_token_ids": (9999,)}, "stop_token_ids", "9999"),
-        ("hi", {"logit_bias": {-1: 1.0}}, "logit_bias", "-1"),
-        ("hi", {"allowed_token_ids": (3, 2048)}, "allowed_token_ids", "names token 2048"),
-        ("hi", {"bad_words_ids": ((3, -1),)}, "bad_words_ids", "names token -1"),
-        ("hi", {"bad_words": ("\u263a" * 16,)}, "bad_words", "at most 16 tokens each"),
-        ("hi", {"bad_words": ("\ud800",)}, "bad_words", "not valid Unicode"),
-        (
-            "hi",
-            {"allowed_token_ids": (5,), "stop_token_ids": (5, 6), "min_tokens": 1},
-            "allowed_token_ids",
-            "nothing but stop tokens",
-        ),
-        ([{"role": "user"}], {}, "messages", r"messages\[0\].content must be a string"),
-    ],
-)
-async def test_a_bad_request_is_refused_before_it_is_queued(
-    engine: AsyncEngine, prompt: Any, params: dict[str, Any], param: str, message: str
-) -> None:
-    with pytest.raises(RequestError, match=message) as caught:
-        await engine.add_request(prompt, SamplingParams(**params))
-    assert caught.value.param == param
-    assert stats_of(engine).num_waiting_reqs == 0
+BAD: list[tuple[Any, dict[str, Any], str, str]] = [
+    ("", {}, "prompt", "empty"),
+    ([], {}, "prompt", "empty"),
+    ([1, 2, 4000], {}, "prompt", r"prompt\[2\] must be a token id from 0 to 2047, got 4000"),
+    ([1] * 4096, {}, "prompt", "4096 tokens, but the model's limit is 4096"),
+    ("word " * 200_000, {}, "prompt", r"at least \d+ tokens, but the model's limit is 4096"),
+    ("hi", {"stop_token_ids": (9999,)}, "stop_token_ids", "9999"),
+    ("hi", {"logit_bias": {-1: 1.0}}, "logit_bias", "-1"),
+    ("hi", {"allowed_token_ids": (3, 2048)}, "allowed_token_ids", "names token 2048"),
+    ("hi", {"bad_words_ids": ((3, -1),)}, "bad_words_ids", "names token -1"),
+    ("hi", {"bad_words": ("\u263a" * 16,)}, "bad_words", "at most 16 tokens each"),
+    ("hi", {"bad_words": ("\ud800",)}, "bad_words", "not valid Unicode"),
+    (
+        "hi",
+        {"allowed_token_ids": (5,), "stop_token_ids": (5, 6), "min_tokens": 1},
+        "allowed_token_ids",
+        "nothing but stop tokens",
+    ),
+    ([{"role": "user"}], {}, "messages", r"messages\[0\].content must be a string"),
+    *(
+        ([5, 6, bad, 7, -1], {}, "prompt", r"prompt\[2\] must be a token id from 0 to 2047")
+        for bad in (2048, -1, True, 1.0, "7", None, 2**80)
+    ),
+]
+
+
+async def test_a_bad_request_is_refused_before_it_is_queued(engine: AsyncEngine) -> None:
+    for prompt, params, param, message in BAD:
+        with pytest.raises(RequestError, match=message) as caught:
+            await engine.add_request(prompt, SamplingParams(**params))
+        assert caught.value.param == param
+        assert stats_of(engine).num_waiting_reqs == 0
     assert await collect(engine, "still here?", SamplingParams(max_tokens=3))
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("user", None, "user must be a string, got None"),
-        ("cache_salt", "\ud800", "cache_salt is not valid Unicode: .* surrogates"),
-        ("priority", 0.5, "priority must be a 64-bit integer, got 0.5"),
-        ("priority", 2**63, "priority must be a 64-bit integer, got 9223372036854775808"),
-    ],
-)
-async def test_a_field_that_cannot_be_kept_is_refused_by_name(
-    engine: AsyncEngine, field: str, value: Any, message: str
-) -> None:
-    with pytest.raises(RequestError, match=message) as caught:
-        await engine.add_request([5], **{field: value})
-    assert caught.value.param == field
+BAD_FIELDS: list[tuple[str, Any, str]] = [
+    ("user", None, "user must be a string, got None"),
+    ("cache_salt", "\ud800", "cache_salt is not valid Unicode: .* surrogates"),
+    ("priority", 0.5, "priority must be a 64-bit integer, got 0.5"),
+    ("priority", 2**63, "priority must be a 64-bit integer, got 9223372036854775808"),
+]
+
+
+async def test_a_field_that_cannot_be_kept_is_refused_by_name(engine: AsyncEngine) -> None:
+    for field, value, message in BAD_FIELDS:
+        with pytest.raises(RequestError, match=message) as caught:
+            await engine.add_request([5], **{field: value})
+        assert caught.value.param == field
 
 
 async def test_an_overload_takes_back_all_samples_of_the_request() -> None:
@@ -377,14 +377,6 @@ async def test_without_a_tokenizer_token_ids_go_in_and_out() -> None:
             await engine.add_request([{"role": "user", "content": "text"}], silent)
         with pytest.raises(RequestError, match=r"no tokenizer .*: set detokenize=False"):
             await engine.add_request([20, 21], SamplingParams(max_tokens=5))
-
-
-@pytest.mark.parametrize("bad", [2048, -1, True, 1.0, "7", None, 2**80])
-async def test_a_prompt_of_anything_but_token_ids_is_refused(
-    engine: AsyncEngine, bad: object
-) -> None:
-    with pytest.raises(RequestError, match=r"prompt\[2\] must be a token id from 0 to 2047"):
-        await engine.add_request([5, 6, bad, 7, -1])  # type: ignore[list-item]
 
 
 #: What `AsyncEngine` has for programs; docs/embedding.md, images.md and operations.md say what for.

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from aioserve.config import ModelConfig
+from aioserve.engine import template_renderer
 from aioserve.engine.chat_template import ChatTemplate
 from aioserve.engine.prompt import Conversation
 from aioserve.engine.template_renderer import TemplateTooSlowError
@@ -239,7 +240,7 @@ def test_templates_that_write_arguments_in_a_notation_of_their_own_get_a_mapping
     ],
 )
 def test_a_template_that_does_not_end_is_ended(tokenizer, render, source):
-    slow = ChatTemplate(tokenizer, seconds=0.5)
+    slow = ChatTemplate(tokenizer, seconds=0.2)
     with pytest.raises(TemplateTooSlowError, match="takes too long"):
         render(source, by=slow)
     assert render("{{ messages[0].content }}", by=slow) == "Hi"
@@ -291,8 +292,9 @@ def test_what_renders_is_started_again_when_it_was_ended(tokenizer, render):
 
 @pytest.mark.usefixtures("own_processes")
 @pytest.mark.parametrize("content", ["Hi", "x" * 10**6])
-def test_what_renders_is_replaced_when_it_stands_still(tokenizer, render, content):
+def test_what_renders_is_replaced_when_it_stands_still(tokenizer, render, content, monkeypatch):
     """Also where the conversation does not fit into the socket."""
+    monkeypatch.setattr(template_renderer, "LOOK_SECONDS", 0.1)  # four find that it is stopped
     message = {"role": "user", "content": content}
     own, before = ChatTemplate(tokenizer), set(psutil.Process().children())
     assert render("{{ messages[0].content }}", message, by=own) == content

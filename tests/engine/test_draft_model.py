@@ -33,6 +33,7 @@ from aioserve.runner.cpu.sampler import SampledTokens, sample
 from tests.engine.test_speculation import NONE, check_equal, generate
 from tests.models import make_model
 from tests.slow import mostly_slow
+from tests.tokenizing import share_tokenizer
 
 # The loop is the subject of other tests; these load two models each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -56,6 +57,7 @@ def make_stranger(path: Path, **overrides: Any) -> Path:
     make_model("llama", path, **{"vocab_size": 2048, "num_hidden_layers": 1} | overrides)
     for file in EMBEDDED.glob("token*.json"):
         shutil.copy(file, path)
+    share_tokenizer(path)
     return path
 
 
@@ -224,6 +226,7 @@ def pad(path: Path, size: int, scale: float) -> Path:
             more = scale * weight[300 : 300 + size - len(weight)]
             weights[name] = torch.cat((weight, more)).contiguous()
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    share_tokenizer(path)
     return path
 
 

@@ -40,6 +40,7 @@ from aioserve.runner.simulated import SimulatedRunner
 from tests.greedy import GreedyReference
 from tests.policy_names import SHIPPED
 from tests.slow import mostly_slow
+from tests.tokenizing import share_tokenizer
 
 EMBEDDED = Path(aioserve.__file__).parent / "model_source" / "embedded"
 MEAN, LAST = PoolingParams(pooling="mean"), PoolingParams(pooling="last")
@@ -238,6 +239,7 @@ def copy_embedded(path: Path, **says: Any) -> Path:
             (path / file.name).write_bytes(file.read_bytes())
     config = json.loads((EMBEDDED / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | says))
+    share_tokenizer(path)
     return path
 
 

@@ -41,32 +41,26 @@ async def tokens(stream: RequestStream) -> list[int]:
     return [token_id async for output in stream for token_id in output.token_ids]
 
 
-@pytest.mark.parametrize(
-    ("first", "params", "second", "second_params"),
-    [
-        ("x", ENDLESS, "x", ENDLESS),
-        ("x", SAMPLES, "x", ENDLESS),
-        ("x", SAMPLES, "x-0", ENDLESS),
-        ("x", SAMPLES, "x-1", SAMPLES),
-        ("x-1", ENDLESS, "x", SAMPLES),
-        ("x", ENDLESS, "x", SAMPLES),
-    ],
-)
-async def test_an_id_in_use_is_refused_and_nobody_is_harmed(
-    engine: AsyncEngine,
-    first: str,
-    params: SamplingParams,
-    second: str,
-    second_params: SamplingParams,
-) -> None:
-    stream = await add(engine, first, params)
-    await anext(stream)
-    with pytest.raises(RequestIdInUseError, match="is in use") as caught:
-        await add(engine, second, second_params)
-    assert caught.value.param == "request_id"
-    assert not (await anext(stream)).finished
-    stream.close()
-    assert len(await tokens(await add(engine, second, SHORT))) == 3
+CLASHES = [
+    ("x", ENDLESS, "x", ENDLESS),
+    ("x", SAMPLES, "x", ENDLESS),
+    ("x", SAMPLES, "x-0", ENDLESS),
+    ("x", SAMPLES, "x-1", SAMPLES),
+    ("x-1", ENDLESS, "x", SAMPLES),
+    ("x", ENDLESS, "x", SAMPLES),
+]
+
+
+async def test_an_id_in_use_is_refused_and_nobody_is_harmed(engine: AsyncEngine) -> None:
+    for first, params, second, second_params in CLASHES:
+        stream = await add(engine, first, params)
+        await anext(stream)
+        with pytest.raises(RequestIdInUseError, match="is in use") as caught:
+            await add(engine, second, second_params)
+        assert caught.value.param == "request_id"
+        assert not (await anext(stream)).finished
+        stream.close()
+        assert len(await tokens(await add(engine, second, SHORT))) == 3
 
 
 async def test_the_id_of_a_sample_that_has_ended_is_its_requests_until_all_have(

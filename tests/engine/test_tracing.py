@@ -193,7 +193,7 @@ async def test_a_collector_that_never_answers_holds_up_neither_requests_nor_the_
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("aioserve.engine.tracing.CLOSE_SECONDS", 0.2, raising=False)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "3")  # seconds of its thread
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1")  # seconds of its thread
     others = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as collector:  # the system takes connections
         endpoint = f"http://127.0.0.1:{collector.getsockname()[1]}/v1/traces"

@@ -1,8 +1,7 @@
 """POST /v1/completions over a real socket."""
 
 import asyncio
-
-import pytest
+from itertools import product
 
 from aioserve.scheduler import BaseScheduler
 
@@ -48,25 +47,17 @@ async def test_sixteen_tokens_are_the_default_and_null_is_the_models_limit(start
     assert unlimited.json()["usage"]["total_tokens"] == 64
 
 
-@pytest.mark.parametrize(
-    ("options", "has_usage"),
-    [
-        (None, False),
-        ({}, False),
-        ({"include_usage": False}, False),
-        ({"include_usage": True}, True),
-    ],
-)
-async def test_usage_ends_a_stream_only_if_asked_for(server, options, has_usage):
+async def test_usage_ends_a_stream_only_if_asked_for(server):
+    for options in (None, {}, {"include_usage": False}):
+        answer = await server.complete(max_tokens=3, stream=True, stream_options=options)
+        assert all("usage" not in event for event in answer.events())
+        assert answer.events()[-1]["choices"][0]["finish_reason"] == "length"
+    options = {"include_usage": True}
     answer = await server.complete(max_tokens=3, stream=True, stream_options=options)
     *deltas, last = answer.events()
-    if has_usage:
-        assert all(delta["usage"] is None for delta in deltas)
-        assert last["choices"] == []
-        assert last["usage"]["completion_tokens"] == 3
-    else:
-        assert all("usage" not in event for event in [*deltas, last])
-        assert last["choices"][0]["finish_reason"] == "length"
+    assert all(delta["usage"] is None for delta in deltas)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 3
 
 
 async def test_every_chunk_can_tell_the_usage_of_its_sample(server):
@@ -79,21 +70,23 @@ async def test_every_chunk_can_tell_the_usage_of_its_sample(server):
     assert counts[-1] == 4
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "prompts", [["One", "Two", "Three"], [[5, 6], [7], [8, 9, 10]]], ids=["texts", "token_ids"]
-)
-async def test_choices_of_many_prompts_are_numbered_prompt_by_prompt(server, prompts, stream):
+async def test_choices_of_many_prompts_are_numbered_prompt_by_prompt(server):
     fields = {"max_tokens": 6, "ignore_eos": True}
-    alone = [(await server.complete(p, **fields)).json()["choices"][0]["text"] for p in prompts]
-    answer = await server.complete(prompts, n=2, stream=stream, **fields)
-    texts = [""] * 6
-    chunks = answer.events() if stream else [answer.json()]
-    for chunk in chunks:
+    kinds = (["One", "Two", "Three"], [[5, 6], [7], [8, 9, 10]])
+    for prompts, stream in product(kinds, (False, True)):
+        alone = [(await server.complete(p, **fields)).json()["choices"][0]["text"] for p in prompts]
+        answer = await server.complete(prompts, n=2, stream=stream, **fields)
+        # Simulated tokens depend on the prompt alone, so the samples of one prompt are equal.
+        assert texts_of(answer, stream, 6) == [text for text in alone for _ in range(2)]
+
+
+def texts_of(answer, stream, number):
+    """The texts of a number of choices."""
+    texts = [""] * number
+    for chunk in answer.events() if stream else [answer.json()]:
         for choice in chunk["choices"]:
             texts[choice["index"]] += choice["text"]
-    # Simulated tokens depend on the prompt alone, so the samples of one prompt are equal.
-    assert texts == [alone[0], alone[0], alone[1], alone[1], alone[2], alone[2]]
+    return texts
 
 
 async def test_usage_counts_each_prompt_once_and_every_sample(server):
@@ -158,19 +151,15 @@ async def test_only_the_end_of_a_long_prompt_is_kept_if_asked_for(start_server):
         assert answer.json()["usage"]["prompt_tokens"] == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_echo_is_the_prompt_before_each_choice(server, stream):
-    fields = {"max_tokens": 4, "ignore_eos": True, "n": 2, "stream": stream}
-    told = []
-    for echo in (False, True):
-        answer = await server.complete(["Speak!", "Who?"], echo=echo, **fields)
-        texts = [""] * 4
-        for chunk in answer.events() if stream else [answer.json()]:
-            for choice in chunk["choices"]:
-                texts[choice["index"]] += choice["text"]
-        told.append(texts)
+async def test_an_echo_is_the_prompt_before_each_choice(server):
     echoes = ["Speak!", "Speak!", "Who?", "Who?"]
-    assert told[1] == [echo + text for echo, text in zip(echoes, told[0], strict=True)]
+    for stream in (False, True):
+        fields = {"max_tokens": 4, "ignore_eos": True, "n": 2, "stream": stream}
+        plain, echoed = [
+            texts_of(await server.complete(["Speak!", "Who?"], echo=echo, **fields), stream, 4)
+            for echo in (False, True)
+        ]
+        assert echoed == [echo + text for echo, text in zip(echoes, plain, strict=True)]
     ids = server.engine.model_info.tokenizer.encode("Whither?", add_special_tokens=False)
     choice = (await server.complete(ids, echo=True, max_tokens=1)).json()["choices"][0]
     assert choice["text"].startswith("Whither?")
@@ -213,13 +202,12 @@ async def test_what_is_said_of_a_request_reaches_the_scheduler(server, monkeypat
     assert seen == [(-3, "will", "mine"), (0, "", "")]
 
 
-@pytest.mark.parametrize("chat", [False, True])
-async def test_a_request_can_choose_its_id(server, chat):
-    ask = server.chat if chat else server.complete
-    answer = await ask(request_id="mine-7", max_tokens=2)
-    assert answer.json()["id"] == answer.headers["X-Request-Id"] == "mine-7"
-    events = (await ask(request_id="mine-7", max_tokens=2, stream=True)).events()
-    assert {event["id"] for event in events} == {"mine-7"}
+async def test_a_request_can_choose_its_id(server):
+    for ask in (server.chat, server.complete):
+        answer = await ask(request_id="mine-7", max_tokens=2)
+        assert answer.json()["id"] == answer.headers["X-Request-Id"] == "mine-7"
+        events = (await ask(request_id="mine-7", max_tokens=2, stream=True)).events()
+        assert {event["id"] for event in events} == {"mine-7"}
 
 
 async def test_an_id_in_use_is_a_409(server):
@@ -236,10 +224,10 @@ async def test_an_id_in_use_is_a_409(server):
     assert len(prompts.json()["choices"]) == 4
 
 
-@pytest.mark.parametrize("bad", ["", "x" * 129, "two\nlines", "ü", 7])
-async def test_an_id_that_no_log_could_show_is_refused(server, bad):
-    answer = await server.complete(request_id=bad)
-    assert (answer.status, answer.json()["error"]["param"]) == (400, "request_id")
+async def test_an_id_that_no_log_could_show_is_refused(server):
+    for bad in ("", "x" * 129, "two\nlines", "ü", 7):
+        answer = await server.complete(request_id=bad)
+        assert (answer.status, answer.json()["error"]["param"]) == (400, "request_id"), bad
 
 
 async def test_token_ids_can_be_had_without_text(server):

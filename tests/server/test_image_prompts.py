@@ -359,21 +359,20 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("door", [door for door in DOORS if door != "results"])
-async def test_what_is_wrong_with_an_image_is_a_400_that_names_its_part(seeing, door):
+async def test_what_is_wrong_with_an_image_is_a_400_that_names_its_part(seeing):
     limits, good = {"max_encoder_tokens": 25, "encoder_cache_tokens": 25}, url_of(1, 200, 20)
     images = {"image_urls": True, "max_image_megapixels": 8}
     async with seeing(images=images, **limits) as server:
-        for what, (url, message) in BAD.items():
-            counts = door in ("tokenize", "count_tokens")
-            if what == "large" and counts:
-                continue
-            if url.startswith("data:") and DOORS[door][2]("").get("type") == "image":
-                continue  # a source of type url may be a data: URL as well, tried below
-            answer = await ask(server, door, good, url)
-            assert message in names(answer, door, 1), what
-        answer = await ask(server, door, *["data:image/png;base64,AAAA"] * 10_000)
-        assert "one image too many" in names(answer, door, 16)
+        for door in (door for door in DOORS if door != "results"):
+            for what, (url, message) in BAD.items():
+                if what == "large" and door in ("tokenize", "count_tokens"):
+                    continue
+                if url.startswith("data:") and DOORS[door][2]("").get("type") == "image":
+                    continue  # a source of type url may be a data: URL as well, tried below
+                answer = await ask(server, door, good, url)
+                assert message in names(answer, door, 1), (door, what)
+            answer = await ask(server, door, *["data:image/png;base64,AAAA"] * 10_000)
+            assert "one image too many" in names(answer, door, 16)
         assert await metric(server, "encoder_inputs_total") == 0
         assert (await look(server, good))["usage"]["completion_tokens"] == NUM_TOKENS
 
@@ -567,20 +566,19 @@ async def test_a_mark_of_images_in_a_text_is_no_image(seeing):
         assert answer.status == 200
 
 
-@pytest.mark.parametrize("door", DOORS)
-async def test_a_part_with_anything_wrong_in_it_is_answered_all_the_same(seeing, door):
+async def test_a_part_with_anything_wrong_in_it_is_answered_all_the_same(seeing):
     """With 200 or with a refusal, never with a failure."""
-    path, body, part, _ = DOORS[door]
-    parts = [part(url_of(0, 200, 20))]
-    if path == "/v1/messages":
-        data = url_of(1, 200, 20).partition(",")[2]
-        source = {"type": "base64", "media_type": "image/png", "data": data}
-        parts = [{"type": "image", "source": source}]
     async with seeing(images={"image_urls": True}) as server:
-        for wrong in thinned(mutations(parts)):
-            if not isinstance(wrong, list):
-                continue
-            answer = await server.request("POST", path, json=body(wrong))
-            assert answer.status in (200, 400), (wrong, answer)
-            if answer.status != 200:
-                check(answer, answer.status)
+        for path, body, part, _ in DOORS.values():
+            parts = [part(url_of(0, 200, 20))]
+            if path == "/v1/messages":
+                data = url_of(1, 200, 20).partition(",")[2]
+                source = {"type": "base64", "media_type": "image/png", "data": data}
+                parts = [{"type": "image", "source": source}]
+            for wrong in thinned(mutations(parts)):
+                if not isinstance(wrong, list):
+                    continue
+                answer = await server.request("POST", path, json=body(wrong))
+                assert answer.status in (200, 400), (wrong, answer)
+                if answer.status != 200:
+                    check(answer, answer.status)

@@ -15,6 +15,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.params import NO_DEFAULTS, SamplingDefaults
 from aioserve.server.app import say_chat_limit
 from tests.server.serving import running
+from tests.tokenizing import share_tokenizer
 
 EMBEDDED = Path(__file__).parents[2] / "aioserve/model_source/embedded"
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -25,6 +26,7 @@ def recommending(path: Path, **fields: Any) -> Path:
     shutil.copytree(EMBEDDED, path)
     file = path / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    share_tokenizer(path)
     return path
 
 

@@ -100,22 +100,28 @@ async def test_a_body_that_does_not_come_is_a_408(start_server):
         assert (await refusals(server))["body_timeout"] == 1
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"GET / HTTP/1.1\r\n" + b"X-Long: " + b"a" * 2**20 + b"\r\n\r\n",
-        b"GET /" + b"a" * 2**20 + b" HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(90_000)) + b"\r\n",
-        b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: %b\r\n" % (i, b"a" * 9000) for i in range(115)),
-        b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: %b\r\n" % (i, b"a" * 900) for i in range(80)),
-    ],
-    ids=["a line", "a path", "many", "many long ones", "a little too long"],
-)
-async def test_headers_that_are_too_long_are_a_431(server, head):
-    async with Raw.to(server) as greedy:
-        await greedy.send(head)
-        status, body = await greedy.answer()
-        assert (status, body["error"]["code"]) == (431, "head_too_large")
+#: By what is too long.
+HEADS = {
+    "a line": b"GET / HTTP/1.1\r\n" + b"X-Long: " + b"a" * 2**20 + b"\r\n\r\n",
+    "a path": b"GET /" + b"a" * 2**20 + b" HTTP/1.1\r\n\r\n",
+    "many": b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(90_000)) + b"\r\n",
+    "many long ones": b"GET / HTTP/1.1\r\n"
+    + b"".join(b"X-%d: %b\r\n" % (i, b"a" * 9000) for i in range(115)),
+    "a little too long": b"GET / HTTP/1.1\r\n"
+    + b"".join(b"X-%d: %b\r\n" % (i, b"a" * 900) for i in range(80)),
+}
+
+
+async def test_headers_that_are_too_long_are_a_431(server):
+    async def send(head):
+        async with Raw.to(server) as greedy:
+            await greedy.send(head)
+            return await greedy.answer()
+
+    for what, (status, body) in zip(
+        HEADS, await asyncio.gather(*map(send, HEADS.values())), strict=True
+    ):
+        assert (status, body["error"]["code"]) == (431, "head_too_large"), what
         assert "more than 65536 bytes together" in body["error"]["message"]
     assert (await server.get("/health")).status == 200
 
@@ -129,18 +135,6 @@ async def test_headers_of_less_than_the_limit_are_taken(server):
         assert (await long.answer())[0] == 200
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"nonsense\r\n\r\n", b"GET / HTTP/9\r\n\r\n"],
-)
-async def test_what_is_no_http_is_a_400_in_words_and_not_a_traceback(server, sent, caplog):
-    async with Raw.to(server) as client:
-        await client.send(sent)
-        status, body = await client.answer()
-    assert (status, body["error"]["code"]) == (400, "bad_http")
-    assert "Traceback" not in caplog.text
-
-
 async def test_what_is_no_http_has_an_id_that_finds_its_line(server, caplog):
     caplog.set_level("INFO")
     async with Raw.to(server) as client:
@@ -151,27 +145,39 @@ async def test_what_is_no_http_has_an_id_that_finds_its_line(server, caplog):
     assert "refused: this is not HTTP/1.1" in line
 
 
-@pytest.mark.parametrize(
-    ("sent", "expected"),
-    [
-        (b"nonsense\r\n\r\n", (400, "bad_http")),
-        (b"\x16\x03\x01\x02\x00\x01", (400, "bad_http")),
-        (b"GET / HTTP/1.1\r\nX-Long: " + b"a" * 70_000, (431, "head_too_large")),
-        (b"GET / HTTP/1.1\r\n" + b"X-A: aaaa\r\n" * 6000 + b"\r\n", (431, "head_too_large")),
-    ],
-    ids=["nonsense", "a handshake", "a long line", "many headers"],
-)
-async def test_what_is_there_when_the_connection_is_accepted_is_held_to_the_limits_as_well(
-    server, sent, expected, caplog
+REFUSED = [
+    (b"nonsense\r\n\r\n", (400, "bad_http")),
+    (b"GET / HTTP/9\r\n\r\n", (400, "bad_http")),
+    (b"\x16\x03\x01\x02\x00\x01", (400, "bad_http")),  # the beginning of a handshake
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", (400, "bad_http")),
+    (b"GET / HTTP/1.1\r\nX-Long: " + b"a" * 70_000, (431, "head_too_large")),
+    (b"GET / HTTP/1.1\r\n" + b"X-A: aaaa\r\n" * 6000 + b"\r\n", (431, "head_too_large")),
+]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_what_is_no_http_or_too_long_is_refused_in_words_and_counted(
+    server, is_there, caplog
 ):
+    """Behind the connection, or there already when it is accepted."""
     caplog.set_level("INFO")
-    sock = socket.create_connection((server.host, server.port))
-    sock.sendall(sent)  # the server is this thread: it accepts afterwards
-    raw = Raw(*await asyncio.open_connection(sock=sock))
-    status, body = await raw.answer()
-    raw.writer.close()
-    assert (status, body["error"]["code"]) == expected
-    assert (await refusals(server))[expected[1]] == 1
+
+    async def send(data):
+        sock = socket.create_connection((server.host, server.port))
+        if is_there:
+            sock.sendall(data)  # the server is this thread: it accepts afterwards
+        raw = Raw(*await asyncio.open_connection(sock=sock))
+        if not is_there:
+            await server.get("/health")  # it has accepted
+            await raw.send(data)
+        status, body = await raw.answer()
+        raw.writer.close()
+        return status, body["error"]["code"]
+
+    answers = await asyncio.gather(*(send(data) for data, _ in REFUSED))
+    assert answers == [expected for _, expected in REFUSED]
+    counts = await refusals(server)
+    assert (counts["bad_http"], counts["head_too_large"]) == (4, 2)
     assert "Traceback" not in caplog.text
 
 

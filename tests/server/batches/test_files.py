@@ -218,7 +218,7 @@ async def test_no_more_is_kept_than_there_may_be(tmp_path: Path) -> None:
 
 
 async def test_a_file_that_has_expired_is_gone_and_then_deleted(tmp_path: Path) -> None:
-    day = 2 / 86_400
+    day = 1 / 86_400
     async with serving(tmp_path, batch_file_days=day) as (server, client):
         made = await client.files.create(file=("a.jsonl", b"{}"), purpose="batch")
         while time.time() < made.expires_at:  # noqa: ASYNC110
