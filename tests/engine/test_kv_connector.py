@@ -305,34 +305,22 @@ async def test_int8_blocks_come_back_as_they_were(base: Path, tmp_path: Path) ->
         assert stats_of(engine).num_hit_tokens > 0
 
 
-@pytest.mark.parametrize(
-    ("other", "device"),
-    [
-        ({"block_size": 8}, None),
-        ({"kv_cache_dtype": "int8"}, None),
-        ({}, make_device()),
-    ],
-    ids=["block_size", "int8", "device"],
-)
-async def test_other_engines_have_other_folders(
-    base: Path, tmp_path: Path, other: dict[str, Any], device: FakeDevice | None
-) -> None:
+async def test_other_engines_have_other_folders(base: Path, tmp_path: Path) -> None:
     cache = {"kv_connector": "disk", "kv_connector_path": str(tmp_path), "num_kv_blocks": 100}
     config = settings(base, **cache)
     async with AsyncEngine(config) as engine:
         await run_all(engine)
-    changed = {**{n: getattr(config.cache, n) for n in config.cache.__struct_fields__}, **other}
-    config = EngineConfig(
-        model=config.model,
-        cache=CacheConfig(**changed),
-        scheduler=config.scheduler,
-        adapters=config.adapters,
-        runner=config.runner,
-    )
-    async with make_engine(config, device) as engine:
-        await run_all(engine)
-        assert stats_of(engine).num_fetched_tokens == 0
-    assert len({file.parents[1] for file in files_in(tmp_path)}) == 2
+    others: list[tuple[dict[str, Any], FakeDevice | None]] = [
+        ({"block_size": 8}, None),
+        ({"kv_cache_dtype": "int8"}, None),
+        ({}, make_device()),
+    ]
+    for number, (other, device) in enumerate(others, start=2):
+        own = msgspec.structs.replace(config.cache, **other)
+        async with make_engine(msgspec.structs.replace(config, cache=own), device) as engine:
+            await run_all(engine)
+            assert stats_of(engine).num_fetched_tokens == 0
+        assert len({file.parents[1] for file in files_in(tmp_path)}) == number
 
 
 async def test_a_step_that_fails_on_a_device_takes_its_blocks_along(

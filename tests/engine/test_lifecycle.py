@@ -26,6 +26,7 @@ from aioserve.params import StructuredOutputs
 from aioserve.runner.interface import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 from tests.processes import PATIENCE, until
+from tests.slow import mostly_slow
 
 CONFIG = EngineConfig(runner=RunnerConfig(runner="simulated", step_base_ms=0.5))
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -49,7 +50,7 @@ async def use(config: EngineConfig) -> AsyncEngine:
 
 
 @pytest.mark.usefixtures("own_processes")
-@pytest.mark.parametrize("runner", ["simulated", "model"])
+@pytest.mark.parametrize("runner", mostly_slow(["simulated", "model"], but=["model"]))
 @pytest.mark.parametrize("turns_on", [True, False])
 def test_an_engine_that_is_dropped_without_shutdown_leaves_no_thread_and_no_process(
     runner: Any, turns_on: bool, tmp_path: Path

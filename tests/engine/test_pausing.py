@@ -1,6 +1,7 @@
 """A policy that pauses requests at every turn changes no token, whatever runs beside them."""
 
 import asyncio
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from aioserve.testing import SchedulerHarness
 from tests.engine.pausing_policy import PausesAtEveryTurn
 from tests.kit import greedy, stats_of
 from tests.models import make_model
+from tests.slow import mostly_slow
 
 LOOP = pytest.mark.asyncio(loop_factories=["uvloop"])
 
@@ -82,8 +84,10 @@ def expected(model: Path) -> list[Any]:
 
 
 @LOOP
-@pytest.mark.parametrize("num_kv_blocks", [400, 34])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("num_kv_blocks", "depth"),
+    mostly_slow(itertools.product([400, 34], [1, 2]), but=[(400, 1), (34, 2)]),
+)
 async def test_tokens_are_those_without_pauses(
     model: Path, expected: list[Any], depth: int, num_kv_blocks: int
 ) -> None:

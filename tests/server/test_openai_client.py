@@ -9,7 +9,7 @@ import pytest
 
 from aioserve.config import EngineConfig, RunnerConfig
 from tests.processes import PATIENCE
-from tests.server.serving import SIMULATED, running
+from tests.server.serving import running
 
 # The loop is the subject of other tests; these load a model each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -17,12 +17,10 @@ pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 MESSAGES = [{"role": "user", "content": "Speak, I charge thee, speak!"}]
 
 
-@pytest.fixture(params=["simulated", "model"])
-async def url(request):
+@pytest.fixture
+async def url():
     # One thread: on a busy machine two of them mostly wait for each other.
-    model = EngineConfig(runner=RunnerConfig(threads=1))
-    config = SIMULATED if request.param == "simulated" else model
-    async with running(config) as server:
+    async with running(EngineConfig(runner=RunnerConfig(threads=1))) as server:
         yield server.url + "/v1"
 
 

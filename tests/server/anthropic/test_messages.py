@@ -15,7 +15,7 @@ from tests.processes import PATIENCE
 from tests.server.bad_bodies import check, mutations
 from tests.server.raw_client import fail_what_runs
 from tests.server.scripted import HERMES, THINKING, TWO_CALLS, saying
-from tests.server.serving import SIMULATED, running
+from tests.server.serving import running
 
 # The loop is the subject of other tests; these load a model each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -61,10 +61,9 @@ ANSWERS = {
 }
 
 
-@pytest.fixture(params=["simulated", "model"])
-async def url(request):
-    model = EngineConfig(runner=RunnerConfig(threads=1))
-    async with running(SIMULATED if request.param == "simulated" else model) as server:
+@pytest.fixture
+async def url():
+    async with running(EngineConfig(runner=RunnerConfig(threads=1))) as server:
         yield server.url
 
 

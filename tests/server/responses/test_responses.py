@@ -18,7 +18,7 @@ from aioserve.server.running import Kept, ResponseStore
 from tests.server.bad_bodies import check, mutations, thinned
 from tests.server.raw_client import fail_what_runs
 from tests.server.scripted import HERMES, TWO_CALLS, saying
-from tests.server.serving import SIMULATED, running
+from tests.server.serving import running
 
 # The loop is the subject of other tests; these load a model each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -26,13 +26,6 @@ pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 ASKED = {"model": "embedded", "input": "Who's there?", "max_output_tokens": 12, "temperature": 0}
 
 NO_IMAGES = ImageParts(ImageConfig(), "none here")
-
-
-@pytest.fixture(params=["simulated", "model"])
-async def url(request):
-    model = EngineConfig(runner=RunnerConfig(threads=1))
-    async with running(SIMULATED if request.param == "simulated" else model) as server:
-        yield server.url + "/v1"
 
 
 EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
@@ -59,8 +52,9 @@ def use_sync_client(url):
         assert again.usage.input_tokens == second.usage.input_tokens > first.usage.input_tokens
 
 
-async def test_a_conversation_goes_on_by_its_id_or_by_what_was_said(url):
-    await asyncio.to_thread(use_sync_client, url)
+async def test_a_conversation_goes_on_by_its_id_or_by_what_was_said():
+    async with running(EngineConfig(runner=RunnerConfig(threads=1))) as server:
+        await asyncio.to_thread(use_sync_client, server.url + "/v1")
 
 
 async def test_instructions_are_not_remembered_and_store_false_remembers_nothing(server):
