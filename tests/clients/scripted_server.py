@@ -37,7 +37,7 @@ KINDS = {
 async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         template, settings = KINDS["".join(sys.argv[1:])]
-        async with saying("", Path(folder), template, **settings) as server:
+        async with saying("", Path(folder), template, step_ms=1, **settings) as server:
             print(f"listening on {server.url} ", file=sys.stderr, flush=True)
             while line := await asyncio.to_thread(sys.stdin.readline):
                 if line == "\n":

@@ -161,13 +161,16 @@ async def saying(
     name="embedded",
     max_model_len=None,
     make=make_model,
+    step_ms=0,
     **settings,
 ):
     """A server of a model of this name that says `text`, whatever it is asked; `server.say` it
-    another. `make` makes its files."""
+    another. `make` makes its files. A step takes `step_ms`; 0: as long as its work."""
     files = make(path, template, special)
     model = ModelConfig(model=files, served_model_name=name, max_model_len=max_model_len)
-    config = msgspec.structs.replace(SIMULATED, model=model, server=ServerConfig(**settings))
+    times = msgspec.structs.replace(SIMULATED.runner, step_base_ms=step_ms)
+    server = ServerConfig(**settings)
+    config = msgspec.structs.replace(SIMULATED, model=model, runner=times, server=server)
     runner = ScriptedRunner(config, model)
     runner.say(text)
     async with running(config, runner) as server:

@@ -121,26 +121,27 @@ async def test_many_clients_that_leave_at_once_leave_nothing(server):
 
 @pytest.mark.parametrize("return_token_ids", mostly_slow([False, True], but=[True]))
 async def test_a_reader_that_stops_reading_delays_nobody_and_loses_nothing(
-    server, return_token_ids
+    start_server, return_token_ids
 ):
-    # else the kernel takes everything, and nobody feels that a reader has stopped
-    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    fields = {"max_tokens": 2000, "ignore_eos": True, "return_token_ids": return_token_ids}
-    slow = await RawClient.post(server, prompt="Slow", stream=True, **fields)
-    slow.writer.transport.pause_reading()  # the kernel's buffers fill up, then the server's
-    quick = await server.complete("Slow", stream=True, **fields)
-    await until_idle(server, num_aborted=0)  # the slow reader's request has finished as well
-    slow.writer.transport.resume_reading()
-    received = b""
-    while not received.endswith(b"0\r\n\r\n"):
-        received += await slow.reader.read(2**20)
-    lines = [line[6:] for line in received.split(b"\n") if line.startswith(b"data: {")]
-    slow_events, quick_events = [json.loads(line) for line in lines], quick.events()
-    assert 1 < len(slow_events) < len(quick_events)  # it got fewer, longer ones
-    for field in ("text", "token_ids") if return_token_ids else ("text",):
-        slow_told, quick_told = (
-            functools.reduce(operator.add, [event["choices"][0][field] for event in events])
-            for events in (slow_events, quick_events)
-        )
-        assert slow_told == quick_told
-    await slow.leave()
+    async with start_server(runner={"step_base_ms": 0}) as server:
+        # else the kernel takes everything, and nobody feels that a reader has stopped
+        server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        fields = {"max_tokens": 2000, "ignore_eos": True, "return_token_ids": return_token_ids}
+        slow = await RawClient.post(server, prompt="Slow", stream=True, **fields)
+        slow.writer.transport.pause_reading()  # the kernel's buffers fill up, then the server's
+        quick = await server.complete("Slow", stream=True, **fields)
+        await until_idle(server, num_aborted=0)  # the slow reader's request has finished as well
+        slow.writer.transport.resume_reading()
+        received = b""
+        while not received.endswith(b"0\r\n\r\n"):
+            received += await slow.reader.read(2**20)
+        lines = [line[6:] for line in received.split(b"\n") if line.startswith(b"data: {")]
+        slow_events, quick_events = [json.loads(line) for line in lines], quick.events()
+        assert 1 < len(slow_events) < len(quick_events)  # it got fewer, longer ones
+        for field in ("text", "token_ids") if return_token_ids else ("text",):
+            slow_told, quick_told = (
+                functools.reduce(operator.add, [event["choices"][0][field] for event in events])
+                for events in (slow_events, quick_events)
+            )
+            assert slow_told == quick_told
+        await slow.leave()

@@ -167,6 +167,7 @@ async def server(start_server, tmp_path):
     (tmp_path / "score.txt").write_text("{query} {document}")
     sections = {
         "model": {"max_model_len": 64},
+        "runner": {"step_base_ms": 0},
         "server": {"enable_admin": True},
         "scoring": {"score_template": str(tmp_path / "score.txt"), "score_labels": "no,What"},
     }
