@@ -532,8 +532,8 @@ async def test_with_a_decision_log_who_is_aborted_does_not_hinder(
         assert await whole_replies(engine) == expected
 
 
-async def test_a_shadow_is_switched_on_and_off_while_requests_run() -> None:
-    async with AsyncEngine(simulated()) as engine:
+def test_a_shadow_is_switched_on_and_off_while_requests_run() -> None:
+    async def main(engine: AsyncEngine) -> None:
         reading = asyncio.create_task(serve_many(engine))
         await asyncio.sleep(0.05)
         assert b"aioserve_shadow" not in engine.metrics.render()
@@ -552,6 +552,8 @@ async def test_a_shadow_is_switched_on_and_off_while_requests_run() -> None:
         replies = await reading
         assert all(len(tokens) == PARAMS.max_tokens for tokens in replies)
         assert engine.config.scheduler.policy == "priority"
+
+    run(main, simulated())
 
 
 #: As a server does when it has started. In the process of the tests `gc.freeze` has no effect.

@@ -14,11 +14,9 @@ from aioserve.engine.live_feed import FeedObserver
 from aioserve.engine.tracing import Timelines
 from aioserve.testing import SchedulerHarness
 from tests.engine.pausing_policy import PausesAtEveryTurn
-from tests.kit import greedy, stats_of
+from tests.kit import greedy, run, stats_of
 from tests.models import make_model
 from tests.slow import mostly_slow
-
-LOOP = pytest.mark.asyncio(loop_factories=["uvloop"])
 
 PAUSING = f"{PausesAtEveryTurn.__module__}:{PausesAtEveryTurn.__name__}"
 
@@ -83,7 +81,7 @@ def expected(model: Path) -> list[Any]:
     return asyncio.run(run())
 
 
-@LOOP
+@pytest.mark.asyncio(loop_factories=["uvloop"])
 @pytest.mark.parametrize(
     ("num_kv_blocks", "depth"),
     mostly_slow(itertools.product([400, 34], [1, 2]), but=[(400, 1), (34, 2)]),
@@ -107,8 +105,7 @@ async def test_tokens_are_those_without_pauses(
     assert (stats.num_preemptions > 0) == (num_kv_blocks < 100)
 
 
-@LOOP
-async def test_an_inspection_and_a_scrape_tell_which_requests_are_paused() -> None:
+def test_an_inspection_and_a_scrape_tell_which_requests_are_paused() -> None:
     """One seat: the first request steps aside for the second, whose reader has nothing yet."""
     recipe = Path(__file__).parents[2] / "examples/recipes/reading_speed.py"
     settings = EngineConfig(
@@ -120,7 +117,8 @@ async def test_an_inspection_and_a_scrape_tell_which_requests_are_paused() -> No
             max_num_seqs=1,
         ),
     )
-    async with AsyncEngine(settings) as engine:
+
+    async def main(engine: AsyncEngine) -> None:
         first = await engine.add_request([1] * 9, greedy(200), request_id="first")
         for _ in range(20):
             await anext(first)
@@ -135,6 +133,8 @@ async def test_an_inspection_and_a_scrape_tell_which_requests_are_paused() -> No
             assert [output.num_output_tokens async for output in second][-1] == 100
             assert [output.num_output_tokens async for output in first][-1] == 200
         assert stats_of(engine).num_preemptions == 0
+
+    run(main, settings)
 
 
 def test_traces_and_the_page_tell_pauses_apart_from_preemptions() -> None:
