@@ -13,6 +13,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler.output import SchedulerOutput
+from tests.kit import stats_of
 from tests.processes import PATIENCE
 
 if TYPE_CHECKING:
@@ -208,8 +209,7 @@ async def test_who_waits_for_a_place_for_what_is_unloaded_waits_no_more(
         engine.adapters.unload("b")
         with pytest.raises(UnknownModelError, match="'b' does not exist"):
             await waiting
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert stats.num_running_reqs == 1  # that was not why
         stream.close()
         assert await say(engine, "a") is FinishReason.LENGTH

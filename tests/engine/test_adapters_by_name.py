@@ -27,6 +27,7 @@ from aioserve.errors import (
 )
 from tests.adapters import make_adapter, merge
 from tests.greedy import GreedyReference
+from tests.kit import stats_of
 from tests.models import make_model
 from tests.slow import mostly_slow
 
@@ -119,8 +120,7 @@ async def test_each_request_gets_its_adapter_whatever_the_policy(
         assert found == [expected[name] for name in names]
         again = await say(engine, "two")  # from its own blocks
         assert again == expected["two"]
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert stats.num_preemptions > 0
         assert stats.num_prefix_hit_tokens > 0
 

@@ -35,7 +35,7 @@ from aioserve.outputs import FinishReason
 from aioserve.runner.cpu.runner import SleepingRunner
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import Request, RequestStatus
-from tests.kit import executor_of, run
+from tests.kit import executor_of, run, stats_of
 from tests.models import make_model
 from tests.processes import COMPUTING_SECONDS
 from tests.slow import mostly_slow
@@ -63,8 +63,7 @@ async def serve_many(engine: AsyncEngine) -> list[list[int]]:
 
 
 def num_steps(engine: AsyncEngine) -> int:
-    stats = engine.get_stats()
-    assert stats is not None
+    stats = stats_of(engine)
     return stats.num_steps
 
 
@@ -117,8 +116,7 @@ def test_requests_that_are_not_kept_end_with_what_they_have() -> None:
         assert first.finish_reason is None
         reasons = [output.finish_reason async for output in stream]
         assert reasons[-1] is FinishReason.ABORT
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert stats.num_used_kv_blocks == 0
         await engine.resume()
         assert len(await read(engine, [5])) == PARAMS.max_tokens
@@ -160,8 +158,7 @@ async def test_who_is_tokenized_when_a_pause_begins_is_refused_as_it_says(monkey
         paused.set()
         with pytest.raises(EnginePausedError):
             await asking
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert stats.num_waiting_reqs == 0
 
 
@@ -296,8 +293,7 @@ async def test_who_is_kept_through_a_sleep_gets_the_same_tokens(
             assert executor is None
         elif executor._backend.memory.key_caches:  # layers with states alone have none
             assert executor._backend.memory.num_committed_blocks == 0
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert (stats.num_used_kv_blocks, stats.num_running_reqs) == (0, 0)
         assert (await engine.ask(HealthCheck())).status == "asleep"
         with pytest.raises(ConfigError, match="asleep: wake it"):
@@ -379,8 +375,7 @@ async def test_no_lease_outlives_a_sleep_or_the_weights_that_it_was_computed_by(
 
 
 def num_leased(engine: AsyncEngine) -> int:
-    stats = engine.get_stats()
-    assert stats is not None
+    stats = stats_of(engine)
     assert stats.num_leased_kv_blocks <= stats.num_used_kv_blocks
     return stats.num_leased_kv_blocks
 

@@ -31,6 +31,7 @@ from aioserve.runner.cpu.attention import create_attention_backend
 from aioserve.runner.cpu.kv_memory import AttentionBackend
 from aioserve.runner.cpu.sampler import SampledTokens, sample
 from tests.engine.test_speculation import NONE, check_equal, generate
+from tests.kit import stats_of
 from tests.models import make_model
 from tests.slow import mostly_slow
 from tests.tokenizing import share_tokenizer
@@ -265,8 +266,7 @@ async def test_a_draft_model_may_know_less_than_a_padded_model(tmp_path: Path) -
 
             prompts = ([40, 41, 42], [2111, 40, 2050, 41])
             said = await asyncio.gather(*(one(p, t) for p in prompts for t in (0.0, 1.0)))
-            stats = engine.get_stats()
-            assert stats is not None
+            stats = stats_of(engine)
             assert (stats.num_accepted_tokens > 5) == (speculation is ITSELF)
             return said
 

@@ -38,6 +38,7 @@ from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.runner.interface import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 from tests.greedy import GreedyReference
+from tests.kit import stats_of
 from tests.policy_names import SHIPPED
 from tests.slow import mostly_slow
 from tests.tokenizing import share_tokenizer
@@ -118,8 +119,7 @@ def test_vectors_and_tokens_are_those_of_transformers_under_pressure(
                 return [token_id async for output in outputs for token_id in output.token_ids]
 
             found = await asyncio.gather(*(ask(i, p) for i, p in enumerate(make_prompts())))
-            stats = engine.get_stats()
-            assert stats is not None
+            stats = stats_of(engine)
             assert stats.num_used_kv_blocks == 0
             assert stats.num_preemptions > 0
             return found
@@ -171,8 +171,7 @@ async def test_whoever_is_cancelled_or_aborted_leaves_nothing_behind() -> None:
         aborted = asyncio.create_task(engine.embed([6] * 40, MEAN, request_id="x"))
         for _ in range(3):  # tokenized, queued, in the step that takes 50 ms
             await asyncio.sleep(0)
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert stats.num_running_reqs == 2
         cancelled.cancel()
         assert engine.abort_now("x")
@@ -181,8 +180,7 @@ async def test_whoever_is_cancelled_or_aborted_leaves_nothing_behind() -> None:
         with pytest.raises(asyncio.CancelledError):
             await cancelled
         await engine.embed([7])  # the step that carried them is back
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert (stats.num_running_reqs, stats.num_used_kv_blocks) == (0, 0)
         last = asyncio.create_task(engine.embed([5] * 40))
         await asyncio.sleep(0)
@@ -315,8 +313,7 @@ async def test_a_runner_without_vectors_says_so(
     async with AsyncEngine(SIMULATED, runner=kind(SIMULATED, engine.model_info)) as engine:
         with pytest.raises(error, match=words):
             await engine.embed([5])
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert stats.num_used_kv_blocks == 0
 
 

@@ -12,6 +12,7 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
 from aioserve.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from aioserve.lab import VirtualClockEventLoop
+from tests.kit import stats_of
 
 
 def run(
@@ -53,8 +54,7 @@ def test_an_observer_that_raises_hurts_nobody_and_is_logged_once_a_second(
     async def main(engine: AsyncEngine) -> None:
         with caplog.at_level(logging.ERROR):
             await serve(engine, 8)
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert stats.num_used_kv_blocks == 0
         assert engine.reset_prefix_cache()
         assert engine.errored is None

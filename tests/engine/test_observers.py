@@ -23,6 +23,7 @@ from aioserve.kv_cache import KVConnectorBase
 from aioserve.lab.shadow import Shadow, ShadowTurns
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request
+from tests.kit import stats_of
 
 FULL = "/dev/full"  # every write fails: no space is left on the device
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -48,8 +49,7 @@ async def all_are_served(engine: AsyncEngine) -> None:
     assert engine.errored is None
     await engine.pause()  # the last step is back then, and its blocks are free
     await engine.resume()
-    stats = engine.get_stats()
-    assert stats is not None
+    stats = stats_of(engine)
     assert stats.num_used_kv_blocks == 0
 
 
@@ -180,8 +180,7 @@ async def test_a_request_whose_reader_cannot_be_registered_is_refused_and_leaves
         for _ in range(2):  # the id is free again
             with pytest.raises(ValueError, match="no such tokenizer"):
                 await engine.add_request([5] * 9, three, request_id="bad")
-            stats = engine.get_stats()
-            assert stats is not None
+            stats = stats_of(engine)
             assert stats.num_waiting_reqs + stats.num_running_reqs == 0
         await all_are_served(engine)
 

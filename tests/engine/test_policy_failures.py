@@ -21,6 +21,7 @@ from aioserve.lab import VirtualClockEventLoop
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, RequestOutput
 from aioserve.request import RequestStatus
 from aioserve.scheduler import Request, SchedulerInterface, SchedulerOutput
+from tests.kit import stats_of
 from tests.processes import PATIENCE
 from tests.slow import mostly_slow
 
@@ -175,12 +176,10 @@ def test_the_error_names_the_policy_and_the_rule_and_the_engine_goes_on(
             await generate(engine, [BAD] * 20)
         for length in (3, 40):
             assert await generate(engine, [2] * length) == 5
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert stats.num_waiting_reqs == stats.num_running_reqs == 0
         await asyncio.sleep(1)
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert stats.num_used_kv_blocks == 0
 
     run(policy, main, monkeypatch, pipeline_depth=depth, stall_timeout=7.0)
@@ -263,8 +262,7 @@ def test_a_policy_that_raises_once_over_a_result_fails_that_step_and_leaks_nothi
             stream = await engine.add_request([i] * 20, params, request_id=f"r{i}")
             assert sum([len(output.token_ids) async for output in stream]) == 5
         await asyncio.sleep(1)
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert stats.num_used_kv_blocks == stats.num_running_reqs == stats.num_waiting_reqs == 0
 
     cache = CacheConfig(num_kv_blocks=6 if is_full else 100, watermark=0.0)

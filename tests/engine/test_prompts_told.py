@@ -17,6 +17,7 @@ from aioserve.params import RUNNER_PARAMETERS
 from aioserve.runner.interface import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 from tests.greedy import GreedyReference
+from tests.kit import stats_of
 from tests.models import VOCAB_SIZE, make_model
 from tests.server.bad_bodies import good_numbers
 from tests.slow import mostly_slow
@@ -111,8 +112,7 @@ async def test_every_policy_tells_prompts_in_pieces_and_under_pressure(
                 for i, prompt in enumerate(prompts)
             )
         )
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert stats.num_preemptions > 0
     for i, (prompt, outputs) in enumerate(zip(prompts, replies, strict=True)):
         tokens = [token_id for output in outputs for token_id in output.token_ids]

@@ -19,6 +19,7 @@ from aioserve.config import (
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError, RequestError
 from tests.adapters import make_adapter
 from tests.eagle_models import make_head
+from tests.kit import stats_of
 from tests.models import make_model
 from tests.mtp_models import make_mtp_model
 from tests.processes import PATIENCE
@@ -156,8 +157,7 @@ async def test_the_first_rank_drafts_and_all_verify(way: str, tmp_path: Path) ->
         await engine.sleep(weights=True)
         await engine.wake()
         assert await replies(engine) == expected
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert stats.num_draft_tokens > 0
 
 

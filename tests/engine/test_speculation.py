@@ -15,6 +15,7 @@ from aioserve.outputs import RequestOutput, SchedulerStats
 from aioserve.params import StructuredOutputs
 from aioserve.runner import devices
 from aioserve.runner.interface import RunnerInterface
+from tests.kit import stats_of
 from tests.slow import mostly_slow
 
 # The loop is the subject of other tests; these load a model each.
@@ -74,8 +75,7 @@ async def generate(
         found = []
         for _ in range(2):
             found += await asyncio.gather(*map(one, WAYS))
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         return found, stats
 
 
@@ -128,8 +128,7 @@ async def test_automatic_drafts_are_ngrams_and_none_where_steps_are_planned_ahea
             for _ in range(2):
                 async for output in engine.generate("KING: My lord, my lord, my lord", params):
                     token_ids += output.token_ids
-            stats = engine.get_stats()
-            assert stats is not None
+            stats = stats_of(engine)
             said.append(token_ids)
             drafts.append(stats.num_draft_tokens)
     assert said[0] == said[1]
@@ -210,6 +209,5 @@ async def test_logprobs_are_of_the_tokens_of_a_reply_that_ends_within_drafts(
             await asyncio.gather(
                 *(lengths(*one, kinds[(number + turn) % 2]) for number, one in enumerate(asked))
             )
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert stats.num_accepted_tokens

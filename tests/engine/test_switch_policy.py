@@ -13,6 +13,7 @@ from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError, PolicyError
 from aioserve.scheduler import BaseScheduler, Request
 from tests import kit
+from tests.kit import stats_of
 
 
 def run(main: Callable[[AsyncEngine], Any], depth: int = 1) -> Any:
@@ -49,8 +50,7 @@ def test_switching_back_and_forth_under_load_changes_no_token(depth: int) -> Non
             switches += 1
             await asyncio.sleep(0.017)
         assert switches > 30
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
         assert stats.num_preemptions > 5
         assert stats.num_running_reqs == stats.num_waiting_reqs == 0
         await asyncio.sleep(1)

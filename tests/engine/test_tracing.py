@@ -15,6 +15,7 @@ from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ServerCo
 from aioserve.engine.tracing import Timelines, Tracing
 from aioserve.errors import ConfigError
 from tests.engine.pausing_policy import PausesAtEveryTurn
+from tests.kit import stats_of
 from tests.processes import PATIENCE
 from tests.server.serving import SIMULATED
 
@@ -129,8 +130,7 @@ async def test_who_lost_its_blocks_says_when(exporter: InMemorySpanExporter) -> 
                 pass
 
         await asyncio.gather(*(read(token) for token in (5, 6, 7)))
-        stats = engine.get_stats()
-        assert stats is not None
+        stats = stats_of(engine)
     spans = by_name(exporter)
     roots = spans["text_completion embedded"]
     assert stats.num_preemptions > 0
