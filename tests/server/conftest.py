@@ -1,13 +1,26 @@
 """A real server on a real socket for every test of this folder."""
 
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import httpcore2
 import msgspec
 import pytest
 
 from aioserve.runner.interface import RunnerInterface
 from tests.server.serving import SIMULATED, Server, running
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_read_once() -> Iterator[None]:
+    """The clients of packages share the system's certificates, which no test here shows: each would
+    read them all, in 20 ms.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        read = functools.cache(httpcore2.default_ssl_context)
+        patch.setattr(httpcore2, "default_ssl_context", read)
+        yield
 
 
 @pytest.fixture
