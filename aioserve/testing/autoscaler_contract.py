@@ -35,7 +35,7 @@ from aioserve.fleet.routing import (
     load_autoscaler,
 )
 from aioserve.testing.comparisons import check_answers_alike
-from aioserve.testing.cost import MANY, Lines, count_lines, kept, most_often, size_of
+from aioserve.testing.cost import MANY, Lines, check_fleet_cost, count_lines, kept, sizes_of_own
 from aioserve.testing.side_effects import watched_calls
 from aioserve.testing.violation import RouterViolation
 
@@ -200,15 +200,7 @@ class AutoscalerContract:
 
     def test_an_answer_costs_in_proportion(self, subject: AutoscalerSubject) -> None:
         """The lines that an answer runs grow with the number of replicas at most, up to 1,000."""
-        few, many = (_count(subject, size) for size in SIZES)
-        times, per_replica = many.total() / max(few.total(), SIZES[0]), many.total() / SIZES[1]
-        if times <= MOST_LINES_TIMES and per_replica <= MOST_LINES:
-            return
-        raise RouterViolation(
-            f"{subject.name}: an answer runs {many.total():,} lines with {SIZES[1]:,} replicas and "
-            f"{few.total():,} with {SIZES[0]}: at most {MOST_LINES_TIMES} times as many and "
-            f"{MOST_LINES} a replica are allowed; {most_often(many)}"
-        )
+        check_fleet_cost(subject.name, "an answer", partial(_count, subject))
 
     def test_memory_does_not_grow(self, subject: AutoscalerSubject) -> None:
         """Requests that have ended leave nothing behind in the autoscaler."""
@@ -540,10 +532,6 @@ STARTUP, INTERVAL = 60.0, 5.0  # seconds
 MOST = 40  # replicas
 #: The most that the same load may have as an answer while replicas start, by the first answer.
 MOST_TIMES = 2
-SIZES = 100, 1000  # replicas
-#: Lines of Python for the second size, by those for the first.
-MOST_LINES_TIMES = 20
-MOST_LINES = 60  # lines of a decision, per replica of the larger fleet
 REST_SECONDS = 3600.0  # between waves of requests: what is kept for a time may go
 
 
@@ -618,7 +606,4 @@ def _serve(fleet: _Frozen, count: int) -> dict[str, int]:
         fleet.ask()
     fleet.now += REST_SECONDS
     fleet.ask()
-    held, shared = vars(fleet.autoscaler), {"options", "clock", "rng"}
-    theirs = {id(held[name]) for name in shared} | {id(fleet.autoscaler), id(held)}
-    own = {name: value for name, value in held.items() if name not in shared}
-    return {name: size_of(value, theirs) for name, value in own.items()}
+    return sizes_of_own(fleet.autoscaler, {"options", "clock", "rng"})

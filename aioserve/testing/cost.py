@@ -24,7 +24,7 @@ from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.testing.side_effects import is_ours
-from aioserve.testing.violation import ContractViolation
+from aioserve.testing.violation import ContractViolation, RouterViolation
 
 T = TypeVar("T")
 
@@ -436,3 +436,37 @@ def _shared(policy: type[BaseScheduler]) -> dict[str, str]:
         for name, value in found.items()
         if isinstance(value, dict | list | set | deque) and "__" not in name
     }
+
+
+# What a router or an autoscaler takes, by the number of replicas.
+
+
+FLEETS = 100, 1000  # replicas
+#: Lines of Python for the second size, by those for the first: 10 in proportion, 15 if all are
+#: sorted, 100 for every pair.
+MOST_GROWTH = 20
+#: Lines of Python per replica of the larger fleet: several passes over all of them.
+MOST_PER_REPLICA = 60
+
+
+def check_fleet_cost(name: str, what: str, count: Callable[[int], Lines]) -> None:
+    """Raise `RouterViolation` if `what` the router or autoscaler of this name does runs more lines
+    than in proportion to the replicas; `count` returns those for a number of replicas.
+    """
+    few, many = map(count, FLEETS)
+    times, per_replica = many.total() / max(few.total(), FLEETS[0]), many.total() / FLEETS[1]
+    if times > MOST_GROWTH or per_replica > MOST_PER_REPLICA:
+        raise RouterViolation(
+            f"{name}: {what} runs {many.total():,} lines with {FLEETS[1]:,} replicas and "
+            f"{few.total():,} with {FLEETS[0]}: at most {MOST_GROWTH} times as many and "
+            f"{MOST_PER_REPLICA} a replica are allowed; {most_often(many)}"
+        )
+
+
+def sizes_of_own(made: object, shared: Container[str]) -> dict[str, int]:
+    """Return the bytes behind each attribute of `made` that is not one of the `shared` names, nor
+    part of these.
+    """
+    held = vars(made)
+    theirs = {id(value) for name, value in held.items() if name in shared} | {id(made), id(held)}
+    return {name: size_of(value, theirs) for name, value in held.items() if name not in shared}

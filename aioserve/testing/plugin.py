@@ -14,13 +14,15 @@ import sys
 import textwrap
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 
-class Contract(NamedTuple):
+@dataclass(frozen=True)
+class Contract:
     """One that the command line may ask for."""
 
     option: str
@@ -28,13 +30,11 @@ class Contract(NamedTuple):
     load: Callable[[pytest.Config, str], type]  # a class by what it was called; `ConfigError`
     #: What the tests get, made of the class and what it was called.
     subject: Callable[[pytest.Config, type, str], Any]
-    given: pytest.StashKey[dict[str, type]]  # the classes, by what they were called
-
-    def kind_of(self, subject: Any) -> type:
-        """Return the class that a subject is about."""
-        kind = subject.kind
-        assert isinstance(kind, type)
-        return kind
+    what: str
+    named: str = "a name, package.module:Class or path/to/file.py:Class"
+    has_options: bool = True
+    #: The classes, by what they were called.
+    given: pytest.StashKey[dict[str, type]] = field(default_factory=pytest.StashKey)
 
     @property
     def path(self) -> str:
@@ -112,26 +112,47 @@ def _step_times_subject(config: pytest.Config, kind: type, spec: str) -> Any:
 
 
 POLICY = Contract(
-    "--aioserve-policy", "aioserve.testing.contract", _load_policy, _policy_subject,
-    pytest.StashKey[dict[str, type]](),
-)  # fmt: skip
-FORMAT = Contract(
-    "--aioserve-format", "aioserve.testing.format_contract", _load_format, _format_subject,
-    pytest.StashKey[dict[str, type]](),
-)  # fmt: skip
-ROUTER = Contract(
-    "--aioserve-router", "aioserve.testing.router_contract", _load_router, _router_subject,
-    pytest.StashKey[dict[str, type]](),
-)  # fmt: skip
-AUTOSCALER = Contract(
-    "--aioserve-autoscaler", "aioserve.testing.autoscaler_contract", _load_autoscaler,
-    _autoscaler_subject, pytest.StashKey[dict[str, type]](),
-)  # fmt: skip
-STEP_TIMES = Contract(
-    "--aioserve-step-times", "aioserve.testing.step_times", _load_step_times, _step_times_subject,
-    pytest.StashKey[dict[str, type]](),
-)  # fmt: skip
-CONTRACTS = (POLICY, FORMAT, ROUTER, AUTOSCALER, STEP_TIMES)
+    "--aioserve-policy",
+    "aioserve.testing.contract",
+    _load_policy,
+    _policy_subject,
+    "policy",
+    "an installed name, package.module:Class or path/to/file.py:Class",
+)
+CONTRACTS = (
+    POLICY,
+    Contract(
+        "--aioserve-format",
+        "aioserve.testing.format_contract",
+        _load_format,
+        _format_subject,
+        "format of replies",
+        has_options=False,
+    ),
+    Contract(
+        "--aioserve-router",
+        "aioserve.testing.router_contract",
+        _load_router,
+        _router_subject,
+        "router of a fleet",
+    ),
+    Contract(
+        "--aioserve-autoscaler",
+        "aioserve.testing.autoscaler_contract",
+        _load_autoscaler,
+        _autoscaler_subject,
+        "autoscaler of a fleet",
+    ),
+    Contract(
+        "--aioserve-step-times",
+        "aioserve.testing.step_times",
+        _load_step_times,
+        _step_times_subject,
+        "step-time source",
+        "a profile by name or as a .yaml file, a source by name, package.module:Class or "
+        "path/to/file.py:Class",
+    ),
+)
 
 
 WIDTH = 98
@@ -140,22 +161,28 @@ BROKEN = pytest.StashKey[set[type]]()  # classes that have broken a rule
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("aioserve", "contracts: policies, formats, routers, step times")
-    group.addoption(
-        "--aioserve-policy",
-        action="append",
-        default=[],
-        metavar="POLICY",
-        help="run the contract on this policy and stop at the first broken rule (--maxfail=99: go "
-        "on): an installed name, package.module:Class or path/to/file.py:Class; repeatable. Other "
-        "tests run only if they are named",
-    )
-    group.addoption(
-        "--aioserve-policy-options",
-        type=_mapping,
-        default={},
-        metavar="JSON",
-        help="options of these policies, as a JSON object",
-    )
+    for each in CONTRACTS:
+        how = f", as {POLICY.option} does for a policy: {each.named}; repeatable"
+        if each is POLICY:
+            how = (
+                f" and stop at the first broken rule (--maxfail=99: go on): {each.named}; "
+                "repeatable. Other tests run only if they are named"
+            )
+        group.addoption(
+            each.option,
+            action="append",
+            default=[],
+            metavar="NAME",
+            help=f"run the contract on this {each.what}{how}",
+        )
+        if each.has_options:
+            group.addoption(
+                f"{each.option}-options",
+                type=_mapping,
+                default={},
+                metavar="JSON",
+                help=f"options of what {each.option} names, as a JSON object",
+            )
     group.addoption(
         "--aioserve-examples",
         type=int,
@@ -163,60 +190,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="number of random request sequences per policy and pipeline depth, or of random texts "
         "per rule of a format",
-    )
-    group.addoption(
-        "--aioserve-format",
-        action="append",
-        default=[],
-        metavar="FORMAT",
-        help="run the contract on this format of replies, as --aioserve-policy does for a policy: "
-        "a name, package.module:Class or path/to/file.py:Class; repeatable",
-    )
-    group.addoption(
-        "--aioserve-router",
-        action="append",
-        default=[],
-        metavar="ROUTER",
-        help="run the contract on this router of a fleet, as --aioserve-policy does for a policy: "
-        "a name, package.module:Class or path/to/file.py:Class; repeatable",
-    )
-    group.addoption(
-        "--aioserve-router-options",
-        type=_mapping,
-        default={},
-        metavar="JSON",
-        help="options of the routers that --aioserve-router names, as a JSON object",
-    )
-    group.addoption(
-        "--aioserve-autoscaler",
-        action="append",
-        default=[],
-        metavar="AUTOSCALER",
-        help="run the contract on this autoscaler of a fleet, as --aioserve-policy does for a "
-        "policy: a name, package.module:Class or path/to/file.py:Class; repeatable",
-    )
-    group.addoption(
-        "--aioserve-autoscaler-options",
-        type=_mapping,
-        default={},
-        metavar="JSON",
-        help="options of the autoscalers that --aioserve-autoscaler names, as a JSON object",
-    )
-    group.addoption(
-        "--aioserve-step-times",
-        action="append",
-        default=[],
-        metavar="SOURCE",
-        help="run the contract on this step-time source, as --aioserve-policy does for a policy: a "
-        "profile by name or as a .yaml file, a source by name, package.module:Class or "
-        "path/to/file.py:Class; repeatable",
-    )
-    group.addoption(
-        "--aioserve-step-times-options",
-        type=_mapping,
-        default={},
-        metavar="JSON",
-        help="options of the sources that --aioserve-step-times names, as a JSON object",
     )
 
 
@@ -300,7 +273,9 @@ def _given_class(item: pytest.Item) -> type | None:
     for each in CONTRACTS:
         is_given = each.given in item.config.stash and str(item.path) == each.path
         if is_given and isinstance(item, pytest.Function):
-            return each.kind_of(item.callspec.params["subject"])
+            subject: Any = item.callspec.params["subject"]
+            kind: type = subject.kind
+            return kind
     return None
 
 

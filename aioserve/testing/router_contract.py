@@ -33,7 +33,7 @@ from aioserve.fleet.routing import (
 )
 from aioserve.kv_cache.block_pool import BlockStored
 from aioserve.testing.comparisons import check_answers_alike
-from aioserve.testing.cost import MANY, Lines, count_lines, kept, most_often, size_of
+from aioserve.testing.cost import MANY, Lines, check_fleet_cost, count_lines, kept, sizes_of_own
 from aioserve.testing.router_fleet import (
     BLOCK_SIZE,
     FULL,
@@ -191,15 +191,7 @@ class RouterContract:
 
     def test_a_decision_costs_in_proportion(self, subject: RouterSubject) -> None:
         """The lines that a decision runs grow with the number of replicas at most, up to 1,000."""
-        few, many = (_count(subject, size) for size in SIZES)
-        times, per_replica = many.total() / max(few.total(), SIZES[0]), many.total() / SIZES[1]
-        if times <= MOST_TIMES and per_replica <= MOST_LINES:
-            return
-        raise RouterViolation(
-            f"{subject.name}: a decision runs {many.total():,} lines with {SIZES[1]:,} replicas "
-            f"and {few.total():,} with {SIZES[0]}: at most {MOST_TIMES} times as many and "
-            f"{MOST_LINES} a replica are allowed; {most_often(many)}"
-        )
+        check_fleet_cost(subject.name, "a decision", partial(_count, subject))
 
     def test_memory_does_not_grow(self, subject: RouterSubject) -> None:
         """Requests and sessions that have ended leave nothing behind in the router."""
@@ -351,12 +343,6 @@ def _moved(before: dict[str, str], after: dict[str, str], gone: set[str]) -> Ite
 # What a router's decision costs, what it keeps, and what it reads or calls without being asked.
 
 
-SIZES = 100, 1000  # replicas
-#: Lines for the second size, in those for the first: 10 in proportion, 15 if all are sorted, 100
-#: for every pair.
-MOST_TIMES = 20
-#: Lines of a decision, per replica of the larger fleet.
-MOST_LINES = 60
 NUM_ASKED = 12
 NUM_BLOCKS = 24  # of a prompt, the first of which every replica holds
 REST_SECONDS = 3600.0  # between waves of requests: what is kept for a time may go
@@ -453,10 +439,7 @@ class _Waves:
         self.num_served += count
         self._now += REST_SECONDS
         (router,) = self._made
-        shared = vars(_Plain()).keys()  # that every router has
-        theirs = {id(vars(router)[name]) for name in shared} | {id(router), id(vars(router))}
-        own = {name: value for name, value in vars(router).items() if name not in shared}
-        return {name: size_of(value, theirs) for name, value in own.items()}
+        return sizes_of_own(router, vars(_Plain()).keys())  # not what every router has
 
 
 # What a router reads of replicas without asking for it, and what it calls that no run repeats.

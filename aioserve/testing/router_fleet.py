@@ -431,22 +431,6 @@ class RouterSubject:
         """The name by which messages call the router."""
         return self.router.__name__
 
-    def fleet(
-        self,
-        num_replicas: int,
-        *,
-        delay: float = 0.0,
-        silent: frozenset[str] = frozenset(),
-        seed: int = 0,
-        roles: Sequence[str] = (),
-    ) -> ToyFleet:
-        """Return a new fleet behind a new router."""
-        return ToyFleet(
-            self.router,
-            self.options,
-            num_replicas,
-            delay=delay,
-            silent=silent,
-            seed=seed,
-            roles=roles,
-        )
+    def fleet(self, num_replicas: int, **how: Any) -> ToyFleet:
+        """Return a new fleet behind a new router; `how` is what `ToyFleet` takes besides."""
+        return ToyFleet(self.router, self.options, num_replicas, **how)
