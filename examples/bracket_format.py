@@ -27,10 +27,7 @@ class BracketFormat(CallParser):
     """What is in brackets and names no tool is content, brackets and all."""
 
     markers = (_OPEN, _CLOSE)
-
-    @classmethod
-    def evidence(cls, template: str) -> str | None:
-        return _OPEN if _OPEN in template else None
+    signs = (_OPEN,)
 
     @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:

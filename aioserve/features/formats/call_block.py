@@ -46,12 +46,10 @@ class CallBlockParser(CallParser):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if "signs" not in vars(cls):
+            cls.signs = (cls.block,)
         cls.markers = (cls.block, cls.call, cls.sep, cls.call_end, cls.block_end)
         cls._opening = any_of([cls.block, cls.call])
-
-    @classmethod
-    def evidence(cls, template: str) -> str | None:
-        return cls.block if cls.block in template else None
 
     @classmethod
     @abstractmethod

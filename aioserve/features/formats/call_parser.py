@@ -292,6 +292,8 @@ class CallParser(ReplyFormat):
     not, more text is needed.
     """
 
+    #: Texts of which a chat template of the family has one, unless `evidence` says otherwise.
+    signs: ClassVar[tuple[str, ...]] = ()
     #: Whether calls without marks are read where they are all of a reply.
     reads_bare: ClassVar[bool] = False
 
@@ -310,6 +312,10 @@ class CallParser(ReplyFormat):
         self._is_after_call = False  # where content begins without space
         self.object = CallObject()
         self.value = JsonValue()
+
+    @classmethod
+    def evidence(cls, template: str) -> str | None:
+        return next((sign for sign in cls.signs if sign in template), None)
 
     def append(self, text: str) -> list[Event]:
         """Read more of a reply; the events that this text completes."""

@@ -97,14 +97,8 @@ class MarkedJsonParser(CallParser):
 
     #: What begins calls and what ends them, which may be nothing; the first is written.
     marked: ClassVar[tuple[tuple[str, str], ...]]
-    #: What stands in a chat template of a model that writes so.
-    signs: ClassVar[tuple[str, ...]]
     #: Between content and calls.
     before_calls: ClassVar[str] = ""
-
-    @classmethod
-    def evidence(cls, template: str) -> str | None:
-        return next((sign for sign in cls.signs if sign in template), None)
 
     @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
@@ -229,35 +223,21 @@ class Phi4Parser(MarkedJsonParser):
 
 
 _CALLS, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_CALLS_OPENING = any_of([_CALLS])
 _NAME = re.compile(r"[\w.\-]*", re.ASCII)
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _OWN_ID = re.compile("[a-zA-Z0-9]{9}")
 
 
-class MistralParser(CallParser):
+class MistralParser(MarkedJsonParser):
     """Ids are nine letters and digits: its templates refuse others when they come back."""
 
+    marked = ((_CALLS, ""),)
+    signs = (_CALLS,)
     markers = (_CALLS, _ARGS, _ID)
 
     @staticmethod
     def make_id() -> str:
         return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
-
-    @classmethod
-    def evidence(cls, template: str) -> str | None:
-        return _CALLS if _CALLS in template else None
-
-    @classmethod
-    def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
-        calls = repeated("call", literal(", "), is_parallel)
-        return "\n".join(
-            [
-                f"calls: {literal(_CALLS)} array",
-                f"array: {literal('[')} {calls} {literal(']')}",
-                alternatives(functions, ("name", "arguments"), literal),
-            ]
-        )
 
     @classmethod
     def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
@@ -267,52 +247,18 @@ class MistralParser(CallParser):
         ]
         return [Beginning(literal(_CALLS), f"(array | {' | '.join(named)})")]
 
-    @classmethod
-    def write(cls, reply: Reply) -> str:
-        calls = ", ".join(map(object_of, reply.calls))
-        return reply.content + (f"{_CALLS}[{calls}]" if calls else "")
-
-    def begin(self) -> bool:
-        return self.read_content(_CALLS_OPENING, self._open)
-
     def _open(self) -> bool:
-        if not self.skip_space():
-            return False
-        if self.text[self.at] == "[":
-            self.take(self.at + 1)
-            self.state = self._next
-        else:
+        is_open = super()._open()
+        self._has_called = True  # an array without calls is no content
+        return is_open
+
+    def _begin_call(self, *, is_last: bool) -> None:
+        if is_last:  # a name, in no array
             self._name: list[str] = []
             self._id: list[str] = []
             self.state = self._read_name
-        return True
-
-    # An array
-
-    def _next(self) -> bool:
-        self.take(match_end(_SEPARATORS, self.text, self.at))
-        if self.at == len(self.text):
-            return False
-        if self.text[self.at] == "]":
-            self.take(self.at + 1)
-            self.held = None
-            self.state = self.begin
-        elif self.text[self.at] == "{":
-            self.object = CallObject()
-            self.state = self._read_call
         else:
-            self._close()
-        return True
-
-    def _read_call(self) -> bool:
-        return self.read_object(then=self._after_call, otherwise=self.begin)
-
-    def _after_call(self) -> bool:
-        self.hold()
-        self.state = self._next
-        return True
-
-    # A name
+            super()._begin_call(is_last=False)
 
     def _read_name(self) -> bool:
         self._name.append(self.take(match_end(_NAME, self.text, self.at)))
@@ -332,7 +278,8 @@ class MistralParser(CallParser):
                 self.state = self._after_name if marker == _ARGS else self._read_id
                 return True
         if self.text[self.at] != "{" or not any(self._name):
-            self._close()
+            self.give_back()
+            self.state = self.begin
             return True
         call_id = "".join(self._id)
         self.tell([Call("".join(self._name), call_id if _OWN_ID.fullmatch(call_id) else None)])
@@ -350,10 +297,6 @@ class MistralParser(CallParser):
     def _read_own_arguments(self) -> bool:
         return self.read_arguments(then=self.begin)
 
-    def _close(self) -> None:
-        self.give_back()
-        self.state = self.begin
-
 
 # A reply that is calls as JSON and nothing else, or behind a tag: plain JSON, Llama 3, Llama 4.
 
@@ -369,7 +312,7 @@ _BEGINNING = r'/[ \t\r\n,;\[\]]*\{_("type"_:_"function"_,_)?"name"_:_"NAME"_,_"(
 
 class PlainJsonParser(CallParser):
     """A parser of calls without marks: the first character that is no space decides whether there
-    are any; for the next call, what follows one.
+    are any; for the next call, what follows one. No template shows that its model writes so.
     """
 
     has_text_before = False
@@ -377,10 +320,6 @@ class PlainJsonParser(CallParser):
     def __init__(self, functions: Sequence[Function], prompt_end: str = "") -> None:
         super().__init__(functions, prompt_end)
         self._is_array = False
-
-    @classmethod
-    def evidence(cls, template: str) -> str | None:
-        return None  # no template shows that it is this and not another's
 
     @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
@@ -481,6 +420,7 @@ class Llama3Parser(PlainJsonParser):
 
     markers = (_TAG,)
     has_text_before = True
+    separator: ClassVar[str] = "; "  # between calls that are written
 
     @classmethod
     def evidence(cls, template: str) -> str | None:
@@ -492,7 +432,7 @@ class Llama3Parser(PlainJsonParser):
 
     @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
-        calls = repeated("call", literal("; "), is_parallel)
+        calls = repeated("call", literal(cls.separator), is_parallel)
         return f"calls: {calls}\n" + alternatives(functions, ("name", "parameters"), literal)
 
     @classmethod
@@ -501,7 +441,7 @@ class Llama3Parser(PlainJsonParser):
 
     @classmethod
     def write(cls, reply: Reply) -> str:
-        calls = "; ".join(object_of(call, "parameters") for call in reply.calls)
+        calls = cls.separator.join(object_of(call, "parameters") for call in reply.calls)
         return reply.content + (_TAG if reply.content and calls else "") + calls
 
     def _rest(self) -> bool:
@@ -522,18 +462,14 @@ class Llama4JsonParser(Llama3Parser):
     """Calls as those of Llama 3, one right behind the other."""
 
     has_text_before = False
+    separator = ""
 
     @classmethod
     def evidence(cls, template: str) -> str | None:
         return _HEADER_4 if _HEADER_4 in template and "tools" in template else None
 
     @classmethod
-    def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
-        calls = repeated("call", literal(""), is_parallel)
-        return f"calls: {calls}\n" + alternatives(functions, ("name", "parameters"), literal)
-
-    @classmethod
     def write(cls, reply: Reply) -> str:
         if reply.content and reply.calls:
             raise ValueError("a reply is either content or calls")
-        return reply.content or "".join(object_of(call, "parameters") for call in reply.calls)
+        return super().write(reply)

@@ -57,10 +57,6 @@ class NotedCallParser(CallParser):
     before_name: ClassVar[str] = ""
 
     @classmethod
-    def evidence(cls, template: str) -> str | None:
-        return cls.marked[0] if cls.marked[0] in template else None
-
-    @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
         opening, separator, closing = cls.listed
         each = " | ".join(
@@ -204,6 +200,7 @@ class Gemma4Parser(NotedCallParser):
 
     notation = GEMMA
     marked = ("<|tool_call>", "<tool_call|>")
+    signs = marked[:1]
     listed = ("", "", "")
     before_name = "call:"
     marks = Marks("<|channel>thought", "<channel|>")
@@ -225,20 +222,14 @@ class Gemma4Parser(NotedCallParser):
 # LFM2: `<|tool_call_start|>[f(a=1, b="x")]<|tool_call_end|>`, calls as Python writes them.
 
 
-# Some of its templates write no call, and tell of the tools alone.
-_SIGNS = ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: [")
-
-
 class Lfm2Parser(NotedCallParser):
     """Objects with a name and arguments are read in the list as well."""
 
     marked = ("<|tool_call_start|>", "<|tool_call_end|>")
     marks = Marks("<think>", "</think>")
     markers = marked
-
-    @classmethod
-    def evidence(cls, template: str) -> str | None:
-        return next((sign for sign in _SIGNS if sign in template), None)
+    # Some of its templates write no call, and tell of the tools alone.
+    signs = ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: [")
 
 
 # Olmo 3: `<function_calls>` around lines with one call each, as Python writes it.
@@ -251,6 +242,7 @@ class Olmo3Parser(NotedCallParser):
 
     notation = PYTHON._replace(words=("true", "false", "null"))
     marked = ("<function_calls>", "</function_calls>")
+    signs = marked[:1]
     listed = ("\n", "\n", "\n")
     markers = marked
 
@@ -330,9 +322,6 @@ class Llama4PythonicParser(NotedCallParser):
 
     def is_called(self, name: str) -> bool:
         return name in self.functions if self.marker == "" else name != ""
-
-    def rest(self) -> bool:
-        return self.read_content(any_of(self.marked[:1]), self._open)
 
 
 # The grammar of arguments.

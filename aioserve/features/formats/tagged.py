@@ -493,6 +493,8 @@ class TaggedParser(ArgumentParser):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if hasattr(cls, "tags"):
+            if "signs" not in vars(cls):
+                cls.signs = (cls.tags.opening,)
             bare = [cls.tags.call[0]] if cls.may_be_bare else []
             cls._opening = any_of([cls.tags.opening, *bare])
 
@@ -659,10 +661,6 @@ class SeedOssParser(TaggedParser):
     may_be_bare = True
 
     @classmethod
-    def evidence(cls, template: str) -> str | None:
-        return cls.tags.opening if cls.tags.opening in template else None
-
-    @classmethod
     def said(cls, value: Any) -> str:
         return str(value)
 
@@ -735,10 +733,6 @@ class MiniMaxM2Parser(TaggedParser):
         gap="\n",
         is_block=True,
     )
-
-    @classmethod
-    def evidence(cls, template: str) -> str | None:
-        return cls.tags.opening if cls.tags.opening in template else None
 
 
 # DeepSeek V3.2 and V4: tags with the token DSML around all calls, each an `invoke`.
