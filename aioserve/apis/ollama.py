@@ -25,7 +25,14 @@ from aioserve.engine.chat_template import template_of
 from aioserve.errors import RequestError, UnknownModelError
 from aioserve.outputs import RequestOutput
 from aioserve.server.admin import model_cards
-from aioserve.server.body import GENERATION_ERRORS, BodyDecoder, Route, decode_body, model_of
+from aioserve.server.body import (
+    GENERATION_ERRORS,
+    BodyDecoder,
+    Route,
+    decode_body,
+    json_response,
+    model_of,
+)
 from aioserve.server.chat.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -472,7 +479,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 async def list_tags(request: web.Request) -> web.Response:
     """GET /api/tags: the models that are served, in Ollama's words."""
-    return _json(ModelTags(models=[ModelTag(**tag) for _, tag in await _tags(request)]))
+    return json_response(ModelTags(models=[ModelTag(**tag) for _, tag in await _tags(request)]))
 
 
 async def list_running(request: web.Request) -> web.Response:
@@ -481,7 +488,7 @@ async def list_running(request: web.Request) -> web.Response:
         RunningModel(**tag, expires_at=NEVER, context_length=card.max_model_len)
         for card, tag in await _tags(request)
     ]
-    return _json(RunningModels(models=models))
+    return json_response(RunningModels(models=models))
 
 
 async def show(request: web.Request) -> web.Response:
@@ -495,7 +502,7 @@ async def show(request: web.Request) -> web.Response:
     details, info = _details(request), request.app[ENGINE].model_info
     sampling = "\n".join(f"{key} {value}" for key, value in card.sampling.recommended.items())
     family = details.family or "unknown"
-    return _json(
+    return json_response(
         ShownModel(
             details=details,
             model_info={
@@ -512,7 +519,7 @@ async def show(request: web.Request) -> web.Response:
 
 async def show_version(request: web.Request) -> web.Response:
     """GET /api/version: the version of Ollama whose API this is, not aioserve's."""
-    return _json(OllamaVersion(version=API_VERSION))
+    return json_response(OllamaVersion(version=API_VERSION))
 
 
 def _served(request: web.Request, name: str) -> str:
@@ -555,7 +562,7 @@ def _loaded(name: str, *, is_chat: bool) -> web.Response:
     shared: dict[str, Any] = {"model": name, "created_at": _date(time.time()), "done": True}
     shared["done_reason"] = "load"
     line = ChatLine(message=ReplyMessage(), **shared) if is_chat else GenerateLine(**shared)
-    return _json(line)
+    return json_response(line)
 
 
 def _cards(request: web.Request) -> list[ModelCard]:
@@ -605,10 +612,6 @@ def _details(request: web.Request) -> ModelDetails:
 
 def _date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-
-
-def _json(body: msgspec.Struct) -> web.Response:
-    return web.Response(body=_encoder.encode(body), content_type="application/json")
 
 
 # A reply as lines of JSON: its text told apart into content, thinking and calls, which are whole.

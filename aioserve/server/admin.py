@@ -6,7 +6,7 @@ A model's card says what its engine and its format of replies can do.
 import asyncio
 import sys
 from importlib import import_module
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from aiohttp import web
@@ -18,13 +18,11 @@ from aioserve.engine.operations import HealthCheck, ShowMetrics
 from aioserve.engine.operations.command import Health, Readiness
 from aioserve.errors import UnknownKeyError, UnknownModelError
 from aioserve.params import RANGES, RUNNER_PARAMETERS
-from aioserve.server.body import Route
+from aioserve.server.body import Route, json_response
 from aioserve.server.middleware import HTTP_COUNTS
 from aioserve.server.protocol import Architecture, Capability, ModelCard, ModelList
 from aioserve.server.running import CHAT_FORMAT, ENGINE
 from aioserve.support import __version__
-
-_encoder = msgspec.json.Encoder()
 
 
 class Alive(msgspec.Struct, kw_only=True):
@@ -58,14 +56,14 @@ class Version(msgspec.Struct):
 
 async def list_models(request: web.Request) -> web.Response:
     """Answer GET /v1/models: the model under each of its names, then the LoRA adapters."""
-    return _json(ModelList(data=_cards(request)))
+    return json_response(ModelList(data=_cards(request)))
 
 
 async def get_model(request: web.Request) -> web.Response:
     """Answer GET /v1/models/{id}, where the id may hold slashes. Raises `UnknownModelError`."""
     asked = request.match_info["id"]
     request.app[ENGINE].adapters.check_name(asked)
-    return _json(next(card for card in _cards(request) if card.id == asked))
+    return json_response(next(card for card in _cards(request) if card.id == asked))
 
 
 async def probe(request: web.Request) -> web.Response:
@@ -78,22 +76,22 @@ async def probe(request: web.Request) -> web.Response:
 def tell_alive(health: Health) -> web.Response:
     """Return the response of /livez: 503 if the engine is dead or does not answer."""
     if health.status == "dead" or health.status == "silent":
-        return _json(Alive(status=health.status, reason=health.reason), status=503)
-    return _json(Alive(status="ok"))
+        return json_response(Alive(status=health.status, reason=health.reason), status=503)
+    return json_response(Alive(status="ok"))
 
 
 def tell_health(health: Health) -> web.Response:
     """Return the response of /health: that of /ready, with `ok` for `ready`."""
     if health.status == "ready":
-        return _json(Healthy(status="ok", reason=health.reason or UNSET))
-    return _json(Healthy(status=health.status, reason=health.reason), status=503)
+        return json_response(Healthy(status="ok", reason=health.reason or UNSET))
+    return json_response(Healthy(status=health.status, reason=health.reason), status=503)
 
 
 def tell_ready(health: Health) -> web.Response:
     """Return the response of /ready: 503 unless the engine takes requests."""
     if health.status == "ready":
-        return _json(Ready(status="ready", reason=health.reason or UNSET))
-    return _json(Ready(status=health.status, reason=health.reason), status=503)
+        return json_response(Ready(status="ready", reason=health.reason or UNSET))
+    return json_response(Ready(status=health.status, reason=health.reason), status=503)
 
 
 #: By path, how the engine's word is told to a probe.
@@ -112,15 +110,11 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def version(request: web.Request) -> web.Response:
     """GET /version: the version of the aioserve package."""
-    return _json(Version(__version__))
+    return json_response(Version(__version__))
 
 
 def _cards(request: web.Request) -> list[ModelCard]:
     return model_cards(request.app[ENGINE], request.app.get(CHAT_FORMAT))
-
-
-def _json(body: Any, status: int = 200) -> web.Response:
-    return web.Response(body=_encoder.encode(body), status=status, content_type="application/json")
 
 
 ROUTES = (

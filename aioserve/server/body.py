@@ -36,6 +36,8 @@ from aioserve.server.running import ENGINE
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+_encoder = msgspec.json.Encoder()
+
 _MAX_SHOWN = 64  # characters of an unknown name
 
 # Of msgspec's messages, which may quote what the client sent: so what they say is read at their
@@ -303,6 +305,11 @@ def model_of(engine: EngineClient, name: str) -> str:
                 raise
             return model.served_name
     return name
+
+
+def json_response(body: Any, status: int = 200) -> web.Response:
+    """Return an answer with `body` as its JSON."""
+    return web.Response(body=_encoder.encode(body), status=status, content_type="application/json")
 
 
 # What is known about a route, whose module says it in `ROUTES`.

@@ -5,6 +5,7 @@ Knows the shape of that endpoint. Every input is a request of its own to the eng
 
 import base64
 import uuid
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -15,7 +16,6 @@ from aioserve.engine import Prompt
 from aioserve.errors import RequestAbortedError, RequestError
 from aioserve.outputs import Vector
 from aioserve.params import Pooling, PoolingParams
-from aioserve.request import Hints
 from aioserve.server.access.gate import (
     allowed_fields,
     entered,
@@ -24,40 +24,23 @@ from aioserve.server.access.gate import (
     owner_of,
 )
 from aioserve.server.access.keys import Claim
-from aioserve.server.body import (
-    GENERATION_ERRORS,
-    BodyDecoder,
-    Route,
-    decode_body,
-)
+from aioserve.server.body import GENERATION_ERRORS, BodyDecoder, Route, decode_body, json_response
 from aioserve.server.generation import run_all
-from aioserve.server.protocol import (
-    SHARED_REQUEST_FIELDS,
-    Int,
-    ModelRequest,
-    PromptTokensDetails,
-)
+from aioserve.server.protocol import EngineRequest, Int, PromptTokensDetails
 from aioserve.server.running import ENGINE, RESPONSE_ID, RUNNING, check_id
 
 MAX_INPUTS = 2048  # OpenAI's limit
 
 
-class EmbeddingRequest(ModelRequest, kw_only=True, omit_defaults=True):
+class EmbeddingRequest(EngineRequest, kw_only=True, omit_defaults=True):
     """The JSON body of POST /v1/embeddings: texts or token ids, and how to pool them."""
 
     input: str | list[str | Int | list[Int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int | None = None
-    user: str | None = None
-    # Extensions; `normalize` and those after it as in vLLM.
+    # Extensions; `normalize` as in vLLM.
     pooling: Pooling | None = None
     normalize: bool | None = None
-    truncate_prompt_tokens: Int | None = None
-    request_id: str | None = None
-    priority: Int | None = None
-    timeout: float | None = None
-    cache_salt: str | None = None
-    hints: Hints | None = None
 
     def prompts(self) -> dict[str, Prompt]:
         """Return every input by its place. Raises `RequestError` for one that is empty, and for
@@ -86,11 +69,6 @@ class EmbeddingRequest(ModelRequest, kw_only=True, omit_defaults=True):
         """Return how vectors are made. Raises `RequestError` that names the field."""
         given = {name: getattr(self, name) for name in PoolingParams.__struct_fields__}
         return PoolingParams(**{k: v for k, v in given.items() if v is not None})
-
-    def request_fields(self) -> dict[str, Any]:
-        """Keyword arguments of `AsyncEngine.embed`, but for the id; no null among them."""
-        given = {name: getattr(self, name) for name in SHARED_REQUEST_FIELDS}
-        return {k: v for k, v in given.items() if v is not None}
 
 
 class Embedding(msgspec.Struct, kw_only=True):
@@ -123,50 +101,28 @@ _encoder = msgspec.json.Encoder()
 
 
 async def create_embedding(request: web.Request) -> web.Response:
-    """Answer the request. Leaving, by an error or because the client went away, aborts what is
-    unfinished.
-
-    At most as many inputs as there are seats are with the engine at a time, so that one body does
-    not fill the queue.
-    """
+    """Answer the request. Raises what `run_each` raises."""
     body = await decode_body(request, decoder)
     prompts, params = body.prompts(), body.pooling_params()
     fields = allowed_fields(request, body) | {"adapter": body.model or ""}
     own_id = f"embd-{uuid.uuid4().hex}" if body.request_id is None else body.request_id
-    check_id(own_id)
-    request[RESPONSE_ID] = own_id
-    engine = request.app[ENGINE]
-    ids = [own_id] if len(prompts) == 1 else [f"{own_id}-{i}" for i in range(len(prompts))]
-    todo = iter(enumerate(zip(ids, prompts.items(), strict=True)))
+    engine, inputs = request.app[ENGINE], list(prompts.values())
     found: dict[int, Embedding] = {}
     num_tokens = num_cached = 0
 
-    async def work() -> None:
+    async def embed(index: int, request_id: str, check: Callable[[], None]) -> None:
         nonlocal num_tokens, num_cached
-        for index, (request_id, (place, prompt)) in todo:
-            if is_aborted.is_set():
-                raise RequestAbortedError(f"request {own_id} was aborted")
-            try:
-                output = await engine.embed(prompt, params, request_id=request_id, **fields)
-            except RequestError as error:
-                if error.param != "prompt":
-                    raise
-                raise RequestError(f"{place}: {error}", param=place) from error
-            # Written now: all of them at once could keep the loop from others for long.
-            written: Any = _write(output.embedding, body.encoding_format)
-            found[index] = Embedding(index=index, embedding=written)
-            num_tokens += output.num_prompt_tokens
-            num_cached += output.num_cached_tokens
+        check()
+        output = await engine.embed(inputs[index], params, request_id=request_id, **fields)
+        # Written now: all of them at once could keep the loop from others for long.
+        written: Any = _write(output.embedding, body.encoding_format)
+        found[index] = Embedding(index=index, embedding=written)
+        num_tokens += output.num_prompt_tokens
+        num_cached += output.num_cached_tokens
 
-    num_workers = num_at_once(request, len(prompts))
-
-    def claim() -> Claim:
-        given = sum(estimated_tokens(prompt) for _, prompt in prompts.items())
-        return Claim(num_workers, given, len(prompts) == 1, own_id)
-
-    async with entered(request, claim):
-        with request.app[RUNNING].enter(own_id, ids, owner_of(request)) as is_aborted:
-            await run_all([work() for _ in range(num_workers)])
+    await run_each(
+        request, own_id, list(prompts), lambda: sum(map(estimated_tokens, inputs)), embed
+    )
     answer = EmbeddingList(
         data=[found[index] for index in range(len(prompts))],
         model=body.model or engine.config.model.served_name,
@@ -175,7 +131,49 @@ async def create_embedding(request: web.Request) -> web.Response:
     if num_cached:
         details = PromptTokensDetails(cached_tokens=num_cached)
         answer.usage.prompt_tokens_details = details
-    return web.Response(body=_encoder.encode(answer), content_type="application/json")
+    return json_response(answer)
+
+
+async def run_each(
+    request: web.Request,
+    own_id: str,
+    places: Sequence[str],
+    count_tokens: Callable[[], int],
+    run_one: Callable[[int, str, Callable[[], None]], Awaitable[None]],
+) -> None:
+    """Run the prompts of a body, which come from `places` in it and have about `count_tokens()`
+    tokens: `run_one` is called with the index of each, its request id, and a check to call before
+    the engine is asked, which raises `RequestAbortedError`. Errors name the place of the prompt.
+
+    At most as many prompts as there are seats are with the engine at a time, so that one body does
+    not fill the queue. Leaving, by an error or because the client went away, aborts what is
+    unfinished.
+    """
+    check_id(own_id)
+    request[RESPONSE_ID] = own_id
+    ids = [own_id] if len(places) == 1 else [f"{own_id}-{i}" for i in range(len(places))]
+    todo = iter(enumerate(zip(ids, places, strict=True)))
+    num_workers = num_at_once(request, len(places))
+
+    def check() -> None:
+        if is_aborted.is_set():
+            raise RequestAbortedError(f"request {own_id} was aborted")
+
+    async def work() -> None:
+        for index, (request_id, place) in todo:
+            try:
+                await run_one(index, request_id, check)
+            except RequestError as error:
+                if error.param != "prompt":
+                    raise
+                raise RequestError(f"{place}: {error}", param=place) from error
+
+    def claim() -> Claim:
+        return Claim(num_workers, count_tokens(), len(places) == 1, own_id)
+
+    async with entered(request, claim):
+        with request.app[RUNNING].enter(own_id, ids, owner_of(request)) as is_aborted:
+            await run_all([work() for _ in range(num_workers)])
 
 
 def _write(vector: Vector, encoding: str | None) -> msgspec.Raw:

@@ -13,17 +13,10 @@ from aioserve.engine.operations import AbortElsewhere, OperatorCommand
 from aioserve.engine.operations.command import FilePath
 from aioserve.errors import ConfigError, PolicyError
 from aioserve.server.access.gate import reach_of
-from aioserve.server.body import (
-    BodyDecoder,
-    Route,
-    check_path,
-    decode_body,
-)
+from aioserve.server.body import BodyDecoder, Route, check_path, decode_body, json_response
 from aioserve.server.errors import UnknownRequestError
 from aioserve.server.protocol import RequestPart
 from aioserve.server.running import ENGINE, RUNNING
-
-_encoder = msgspec.json.Encoder()
 
 
 def route_of(command: type[OperatorCommand[Any, Any]]) -> Route:
@@ -48,7 +41,7 @@ def route_of(command: type[OperatorCommand[Any, Any]]) -> Route:
             raise given.refusal(error) from error
         if isinstance(told, str):
             return web.Response(text=told)
-        return web.Response(body=_encoder.encode(told), content_type="application/json")
+        return json_response(told)
 
     handle.__name__ = command.operation()
     return Route(
@@ -117,9 +110,7 @@ async def abort_request(request: web.Request) -> web.Response:
         raise UnknownRequestError(
             f"no request {body.request_id[:128]!r} is running", param="request_id"
         )
-    return web.Response(
-        body=_encoder.encode(Aborted(request_id=body.request_id)), content_type="application/json"
-    )
+    return json_response(Aborted(request_id=body.request_id))
 
 
 ROUTES = (

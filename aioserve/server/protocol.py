@@ -145,6 +145,30 @@ class ModelRequest(RequestPart, kw_only=True, omit_defaults=True):
     model: str | None = None
 
 
+class EngineRequest(ModelRequest, kw_only=True, omit_defaults=True):
+    """Base of bodies that bring prompts to the engine, with fields for the policy."""
+
+    request_id: str | None = None  # as in vLLM, but it is the id of the response as it stands
+    truncate_prompt_tokens: Int | None = None
+    priority: Int | None = None  # smaller is more urgent, under a policy that looks
+    user: str | None = None
+    timeout: float | None = None  # extension: seconds until finish_reason "timeout"
+    cache_salt: str | None = None  # as in vLLM: prefixes are shared within one salt only
+    hints: Hints | None = None  # extension: named values for the policy
+
+    def request_fields(self) -> dict[str, Any]:
+        """Keyword arguments of `AsyncEngine.add_request`, but for the id; no null among them."""
+        given = {name: getattr(self, name) for name in _ENGINE_FIELDS}
+        return {k: v for k, v in given.items() if v is not None}
+
+
+_ENGINE_FIELDS = tuple(
+    name
+    for name in ("timeout", *RequestSpec.__struct_fields__)  # which becomes a deadline
+    if name in EngineRequest.__struct_fields__ and name != "request_id"
+)
+
+
 class StreamOptions(RequestPart, kw_only=True, omit_defaults=True):
     """The options of a stream: which usage its chunks carry besides deltas."""
 
@@ -161,13 +185,11 @@ class UsageOptions(RequestPart, kw_only=True, omit_defaults=True):
     include: bool | None = None
 
 
-class SamplingRequest(ModelRequest, kw_only=True, omit_defaults=True):
+class SamplingRequest(EngineRequest, kw_only=True, omit_defaults=True):
     """Base of bodies of routes that generate: sampling, and fields for the policy."""
 
-    request_id: str | None = None  # as in vLLM, but it is the id of the response as it stands
     stream: bool | None = None
     min_tokens: Int | None = None
-    truncate_prompt_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
@@ -185,11 +207,6 @@ class SamplingRequest(ModelRequest, kw_only=True, omit_defaults=True):
     bad_words: tuple[str, ...] | None = None
     structured_outputs: StructuredOutputs | None = None  # as in vLLM
     skip_special_tokens: bool | None = None
-    priority: Int | None = None  # smaller is more urgent, under a policy that looks
-    user: str | None = None
-    timeout: float | None = None  # extension: seconds until finish_reason "timeout"
-    cache_salt: str | None = None  # as in vLLM: prefixes are shared within one salt only
-    hints: Hints | None = None  # extension: named values for the policy
 
     def make_params(
         self,
@@ -212,19 +229,9 @@ class SamplingRequest(ModelRequest, kw_only=True, omit_defaults=True):
         given = {name: value for name, value in given.items() if value is not None}
         return defaults.fill(given, max_tokens=default_max_tokens)
 
-    def request_fields(self) -> dict[str, Any]:
-        """Keyword arguments of `AsyncEngine.add_request`, but for the id; no null among them."""
-        given = {name: getattr(self, name) for name in SHARED_REQUEST_FIELDS}
-        return {k: v for k, v in given.items() if v is not None}
-
 
 _SAMPLING_FIELDS = tuple(
     name for name in SamplingParams.__struct_fields__ if name in SamplingRequest.__struct_fields__
-)
-SHARED_REQUEST_FIELDS = tuple(
-    name
-    for name in ("timeout", *RequestSpec.__struct_fields__)  # which becomes a deadline
-    if name in SamplingRequest.__struct_fields__ and name != "request_id"
 )
 
 

@@ -14,12 +14,7 @@ from aioserve.engine import Conversation, Prompt
 from aioserve.engine.chat.tools import before_tools
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.server.access.gate import entered
-from aioserve.server.body import (
-    NOT_NOW_ERRORS,
-    BodyDecoder,
-    Route,
-    decode_body,
-)
+from aioserve.server.body import NOT_NOW_ERRORS, BodyDecoder, Route, decode_body, json_response
 from aioserve.server.chat.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -70,7 +65,6 @@ class Detokenized(msgspec.Struct, kw_only=True):
 tokenize_decoder = BodyDecoder(TokenizeRequest, "tokenize")
 _OF_MESSAGES = ("continue_final_message", "chat_template_kwargs", "tools")
 detokenize_decoder = BodyDecoder(DetokenizeRequest)
-_encoder = msgspec.json.Encoder()
 
 
 @asynccontextmanager
@@ -115,7 +109,7 @@ async def tokenize(request: web.Request) -> web.Response:
     answer = Tokenized(count=len(token_ids), max_model_len=engine.max_model_len, tokens=token_ids)
     if body.return_token_strs:
         answer.token_strs = engine.model_info.tokenizer.convert_ids_to_tokens(token_ids)
-    return _json(answer)
+    return json_response(answer)
 
 
 def _prompt(body: TokenizeRequest, images: ImageParts, ignore_unknown: bool) -> Prompt:
@@ -146,11 +140,7 @@ def _prompt(body: TokenizeRequest, images: ImageParts, ignore_unknown: bool) -> 
 async def detokenize(request: web.Request) -> web.Response:
     """Answer /detokenize. Special tokens are in the text."""
     body = await decode_body(request, detokenize_decoder)
-    return _json(Detokenized(prompt=await request.app[ENGINE].detokenize(body.tokens)))
-
-
-def _json(body: Any) -> web.Response:
-    return web.Response(body=_encoder.encode(body), content_type="application/json")
+    return json_response(Detokenized(prompt=await request.app[ENGINE].detokenize(body.tokens)))
 
 
 ROUTES = (

@@ -68,6 +68,7 @@ from aioserve.server.body import (
     Route,
     convert_part,
     decode_body,
+    json_response,
     refuse_all_but,
 )
 from aioserve.server.chat.routes import with_budget
@@ -82,7 +83,6 @@ from aioserve.server.tokenization import preparing
 
 create_decoder = BodyDecoder(MessagesRequest, "messages")
 count_decoder = BodyDecoder(CountTokensRequest, "messages")
-_encoder = msgspec.json.Encoder()
 
 # What the engine, the sampling parameters and chat call fields that have other names here.
 _NAMES = {
@@ -130,10 +130,7 @@ async def count_tokens(request: web.Request) -> web.Response:
         async with preparing(request, images):
             prompt = await request.app[IMAGES].show(conversation, images)
             token_ids = await request.app[ENGINE].tokenize(prompt)
-    return web.Response(
-        body=_encoder.encode(InputTokens(input_tokens=len(token_ids))),
-        content_type="application/json",
-    )
+    return json_response(InputTokens(input_tokens=len(token_ids)))
 
 
 def _conversation(

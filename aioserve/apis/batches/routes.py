@@ -39,7 +39,7 @@ from aioserve.apis.batches.protocol import (
 )
 from aioserve.errors import RequestError, one_line
 from aioserve.server.access.gate import owner_of, reach_of
-from aioserve.server.body import BodyDecoder, Route, decode_body, decode_query
+from aioserve.server.body import BodyDecoder, Route, decode_body, decode_query, json_response
 from aioserve.server.errors import (
     BodyTimeoutError,
     UnknownBatchError,
@@ -48,9 +48,6 @@ from aioserve.server.errors import (
 )
 from aioserve.server.protocol import RequestPart
 from aioserve.server.running import ENGINE
-
-_encoder = msgspec.json.Encoder()
-
 
 # Files.
 
@@ -77,7 +74,7 @@ async def create_file(request: web.Request) -> web.Response:
         await disk.do(disk.add_file, StoredFile(owner=owner_of(request), file=made), upload.path)
     finally:
         await disk.do(upload.path.unlink, missing_ok=True)
-    return _json(made)
+    return json_response(made)
 
 
 async def list_files(request: web.Request) -> web.Response:
@@ -90,14 +87,14 @@ async def list_files(request: web.Request) -> web.Response:
     if page.order == "desc":
         found.reverse()
     data, first_id, last_id, has_more = page_of(found, page.after, page.limit)
-    return _json(FileList(data=data, first_id=first_id, last_id=last_id, has_more=has_more))
+    return json_response(FileList(data=data, first_id=first_id, last_id=last_id, has_more=has_more))
 
 
 async def get_file(request: web.Request) -> web.Response:
     """Answer GET for one. Raises `UnknownFileError`, and `UnknownBatchError` where no file
     is kept.
     """
-    return _json((await _find_file(request)).file)
+    return json_response((await _find_file(request)).file)
 
 
 async def get_file_content(request: web.Request) -> web.StreamResponse:
@@ -123,7 +120,7 @@ async def delete_file(request: web.Request) -> web.Response:
     """Answer DELETE. A batch that has begun with the file goes on. Raises as `get_file`."""
     disk, stored = disk_of(request), await _find_file(request)
     await disk.do(disk.remove_file, stored.file.id)
-    return _json(FileDeleted(id=stored.file.id))
+    return json_response(FileDeleted(id=stored.file.id))
 
 
 async def _find_file(request: web.Request) -> StoredFile:
@@ -166,7 +163,7 @@ async def create_batch(request: web.Request) -> web.Response:
         is_kept = await disk.do(disk.add_batch, made)
     if not is_kept:
         raise RequestError("the input file has just been deleted", param="input_file_id")
-    return _json(made.batch)
+    return json_response(made.batch)
 
 
 def _make(body: BatchRequest, owner: str) -> StoredBatch:
@@ -209,12 +206,14 @@ async def list_batches(request: web.Request) -> web.Response:
     stored = await disk.do(disk.list_batches, reach_of(request))
     found = [s.batch for s in reversed(stored)]
     data, first_id, last_id, has_more = page_of(found, page.after, page.limit)
-    return _json(BatchList(data=data, first_id=first_id, last_id=last_id, has_more=has_more))
+    return json_response(
+        BatchList(data=data, first_id=first_id, last_id=last_id, has_more=has_more)
+    )
 
 
 async def get_batch(request: web.Request) -> web.Response:
     """Answer GET for one. Raises `UnknownBatchError`."""
-    return _json((await _find_batch(request)).batch)
+    return json_response((await _find_batch(request)).batch)
 
 
 async def cancel_batch(request: web.Request) -> web.Response:
@@ -229,7 +228,7 @@ async def cancel_batch(request: web.Request) -> web.Response:
             f"batch {stored.batch.id} is {stored.batch.status}: it cannot be cancelled"
         )
     await disk.do(disk.cancel_batch, stored.batch.id)
-    return _json((await _find_batch(request)).batch)
+    return json_response((await _find_batch(request)).batch)
 
 
 async def _find_batch(request: web.Request) -> StoredBatch:
@@ -241,11 +240,7 @@ async def _find_batch(request: web.Request) -> StoredBatch:
     return stored
 
 
-# What both share, and the routes.
-
-
-def _json(told: msgspec.Struct) -> web.Response:
-    return web.Response(body=_encoder.encode(told), content_type="application/json")
+# The routes.
 
 
 _FILE_ERRORS = (RequestError, UnknownFileError, UnknownBatchError)

@@ -40,6 +40,7 @@ from aioserve.server.body import (
     Route,
     decode_body,
     decode_query,
+    json_response,
 )
 from aioserve.server.chat.routes import with_budget
 from aioserve.server.errors import UnknownResponseError
@@ -60,7 +61,6 @@ class _Said(msgspec.Struct):
 decoder = BodyDecoder(ResponsesRequest, "responses")
 _items = msgspec.json.Decoder(list[InputItem])
 _said = msgspec.json.Decoder(_Said)
-_encoder = msgspec.json.Encoder()
 
 # What the engine, the sampling parameters and chat call fields that have other names here.
 _NAMES = {
@@ -106,8 +106,7 @@ async def count_input_tokens(request: web.Request) -> web.Response:
         async with preparing(request, images):
             prompt = await request.app[IMAGES].show(conversation, images)
             token_ids = await engine.tokenize(prompt)
-    told = _encoder.encode(InputTokens(input_tokens=len(token_ids)))
-    return web.Response(body=told, content_type="application/json")
+    return json_response(InputTokens(input_tokens=len(token_ids)))
 
 
 async def _offered(request: web.Request, body: ResponsesRequest) -> Offered:
@@ -193,8 +192,7 @@ async def delete_response(request: web.Request) -> web.Response:
     decode_query(request.query, RequestPart)
     response_id = request.match_info["id"]
     await request.app[RESPONSES].forget(response_id)
-    deleted = _encoder.encode(Deleted(id=response_id))
-    return web.Response(body=deleted, content_type="application/json")
+    return json_response(Deleted(id=response_id))
 
 
 async def list_input_items(request: web.Request) -> web.Response:
@@ -213,8 +211,9 @@ async def list_input_items(request: web.Request) -> web.Response:
         items = items[ids.index(page.after) + 1 :]
     told = items[: page.limit]
     ends = (told[0].id, told[-1].id) if told else (None, None)
-    listed = ItemList(data=told, first_id=ends[0], last_id=ends[1], has_more=len(told) < len(items))
-    return web.Response(body=_encoder.encode(listed), content_type="application/json")
+    return json_response(
+        ItemList(data=told, first_id=ends[0], last_id=ends[1], has_more=len(told) < len(items))
+    )
 
 
 def _shown(item: InputItem) -> InputItem:

@@ -9,35 +9,17 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from aioserve.errors import RequestError
-from aioserve.request import Hints
-from aioserve.server.protocol import (
-    SHARED_REQUEST_FIELDS,
-    Int,
-    ModelRequest,
-    PromptTokensDetails,
-    RequestPart,
-)
+from aioserve.server.protocol import EngineRequest, Int, PromptTokensDetails, RequestPart
 
 MAX_DOCUMENTS = 2048  # of one request
 
 
-class Asked(ModelRequest, kw_only=True, omit_defaults=True):
-    """Base of the bodies of /v1/score and /v1/rerank."""
+class Asked(EngineRequest, kw_only=True, omit_defaults=True):
+    """Base of the bodies of /v1/score and /v1/rerank. What is cut off a prompt that is longer
+    than `truncate_prompt_tokens` (-1: than the model takes) is the end of its document.
+    """
 
     instruction: str | None = None  # extension: what makes a document fit
-    truncate_prompt_tokens: Int | None = None  # of a prompt; the document is cut. -1: the limit
-    user: str | None = None
-    # Extensions, as on the other routes.
-    request_id: str | None = None
-    priority: Int | None = None
-    timeout: float | None = None
-    cache_salt: str | None = None
-    hints: Hints | None = None
-
-    def request_fields(self) -> dict[str, Any]:
-        """Keyword arguments of `AsyncEngine.add_request`, but for the id; no null among them."""
-        given = {name: getattr(self, name) for name in SHARED_REQUEST_FIELDS}
-        return {k: v for k, v in given.items() if v is not None}
 
 
 class ScoreRequest(Asked, kw_only=True, omit_defaults=True):

@@ -8,8 +8,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -39,23 +38,11 @@ from aioserve.errors import (
 )
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.params import MAX_LOGPROBS, SamplingParams
-from aioserve.server.access.gate import (
-    allowed_fields,
-    entered,
-    estimated_tokens,
-    num_at_once,
-    owner_of,
-)
-from aioserve.server.access.keys import Claim
-from aioserve.server.body import (
-    GENERATION_ERRORS,
-    BodyDecoder,
-    Route,
-    decode_body,
-)
-from aioserve.server.generation import run_all
+from aioserve.server.access.gate import allowed_fields, estimated_tokens
+from aioserve.server.body import GENERATION_ERRORS, BodyDecoder, Route, decode_body, json_response
+from aioserve.server.embeddings import run_each
 from aioserve.server.protocol import PromptTokensDetails
-from aioserve.server.running import ENGINE, RESPONSE_ID, RUNNING, check_id
+from aioserve.server.running import ENGINE
 
 # The prompt in which a decoder model is asked whether a document answers a query. Knows
 # Qwen3-Reranker's prompt, and files. Knows nothing about requests.
@@ -163,33 +150,21 @@ async def label_logprobs(
     """Return how likely `labels` are behind each prompt. `places` are where the prompts come from
     in the body; `prompt_of` makes the token ids of one; all of them have about `num_tokens`.
 
-    At most as many prompts as there are seats are with the engine at a time. Leaving aborts what is
-    unfinished. Raises what `add_request` raises, with the place.
+    Raises what `run_each` raises.
     """
-    check_id(own_id)
-    request[RESPONSE_ID] = own_id
     engine = request.app[ENGINE]
-    ids = [f"{own_id}-{i}" for i in range(len(places))]
-    todo = iter(range(len(places)))
     found: dict[int, Likelihoods] = {}
     tokenizing = asyncio.Lock()
 
-    async def work() -> None:
-        for index in todo:
-            with _at(places[index]):
-                # One prompt per turn of the loop: short ones are tokenized on it.
-                async with tokenizing:
-                    prompt = await prompt_of(index)
-                    await asyncio.sleep(0)
-                if is_aborted.is_set():
-                    raise RequestAbortedError(f"request {own_id} was aborted")
-                found[index] = await _likelihoods(engine, prompt, labels, ids[index], fields)
+    async def run_one(index: int, request_id: str, check: Callable[[], None]) -> None:
+        # One prompt per turn of the loop: short ones are tokenized on it.
+        async with tokenizing:
+            prompt = await prompt_of(index)
+            await asyncio.sleep(0)
+        check()
+        found[index] = await _likelihoods(engine, prompt, labels, request_id, fields)
 
-    num_workers = num_at_once(request, len(places))
-    claim = Claim(num_workers, num_tokens + len(places), len(places) == 1, own_id)
-    async with entered(request, lambda: claim):
-        with request.app[RUNNING].enter(own_id, ids, owner_of(request)) as is_aborted:
-            await run_all([work() for _ in range(num_workers)])
+    await run_each(request, own_id, places, lambda: num_tokens + len(places), run_one)
     return [found[index] for index in range(len(places))]
 
 
@@ -252,17 +227,6 @@ def among(logprobs: Sequence[float]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-@contextmanager
-def _at(place: str) -> Iterator[None]:
-    """Name the place in the body of what is wrong with a prompt."""
-    try:
-        yield
-    except RequestError as error:
-        if error.param == "prompt":
-            raise RequestError(f"{place}: {error}", param=place) from error
-        raise
-
-
 # Characters of a document that are looked at for each token of it that may stay.
 CHARACTERS_PER_TOKEN = 16
 
@@ -271,7 +235,6 @@ _templates: WeakKeyDictionary[EngineClient, ScoreTemplate | None] = WeakKeyDicti
 
 score_decoder = BodyDecoder(ScoreRequest, "score")
 rerank_decoder = BodyDecoder(RerankRequest, "score")
-_encoder = msgspec.json.Encoder()
 
 
 def open_scoring(app: web.Application, max_bytes: int) -> None:
@@ -299,7 +262,7 @@ async def create_score(request: web.Request) -> web.Response:
     is_new = body.documents is not None
     found = await _fits(request, body, pairs, own_id, "documents" if is_new else "text_2")
     data = [ScoreData(index=i, score=score) for i, score in enumerate(_scores(found))]
-    return _json(
+    return json_response(
         ScoreList(
             id=own_id,
             created=int(time.time()),
@@ -325,7 +288,7 @@ async def create_ranking(request: web.Request) -> web.Response:
         for result in results:
             result.document = RankedText(text=texts[result.index])
     model = _model(request, body)
-    return _json(Ranking(id=own_id, model=model, results=results, usage=_usage(found)))
+    return json_response(Ranking(id=own_id, model=model, results=results, usage=_usage(found)))
 
 
 async def _score_items(
@@ -351,7 +314,7 @@ async def _score_items(
     num_tokens = len(items) * estimated_tokens(query) + sum(map(estimated_tokens, items))
     found = await label_logprobs(request, own_id, places, prompt_of, labels, fields, num_tokens)
     tell = among if body.apply_softmax else probabilities
-    return _json(
+    return json_response(
         ScoreList(
             id=own_id,
             object="scoring",
@@ -484,10 +447,6 @@ def _model(request: web.Request, body: Asked) -> str:
 
 def _id(body: Asked, prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}" if body.request_id is None else body.request_id
-
-
-def _json(body: msgspec.Struct) -> web.Response:
-    return web.Response(body=_encoder.encode(body), content_type="application/json")
 
 
 _SCORED = {"text_1": "Who's there?", "text_2": ["Nay, answer me.", "Long live the king!"]}
