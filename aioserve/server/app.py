@@ -25,12 +25,7 @@ from aioserve.errors import ConfigError
 from aioserve.server.access.access import ACCESS, Access, MainAccess
 from aioserve.server.access.connections import Connections, Site, allow_connections, tell_connection
 from aioserve.server.access.gate import check_key
-from aioserve.server.access.origins import (
-    HOSTS,
-    Hosts,
-    check_caller,
-    check_exposure,
-)
+from aioserve.server.access.origins import HOSTS, Hosts, check_caller, check_exposure
 from aioserve.server.images import IMAGES, Images
 from aioserve.server.loading import Loading, answering_while_loading
 from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts

@@ -13,11 +13,7 @@ from aioserve.engine.chat.tools import blame
 from aioserve.errors import RequestError
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.params import MAX_N
-from aioserve.server.body import (
-    GENERATION_ERRORS,
-    BodyDecoder,
-    Route,
-)
+from aioserve.server.body import GENERATION_ERRORS, BodyDecoder, Route
 from aioserve.server.generation import Reply, event, read_body, respond
 from aioserve.server.logprobs import completion_logprobs, prompt_logprobs
 from aioserve.server.protocol import (

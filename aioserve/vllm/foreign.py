@@ -15,21 +15,10 @@ from typing import Any, Literal
 
 from aioserve.config import ModelConfig as OurModelConfig
 from aioserve.config import SchedulerConfig, deciding_settings
-from aioserve.errors import (
-    ConfigError,
-    EngineOverloadedError,
-    PolicyError,
-    RequestError,
-    one_line,
-)
+from aioserve.errors import ConfigError, EngineOverloadedError, PolicyError, RequestError, one_line
 from aioserve.kv_cache import KVCacheManager
 from aioserve.model_source.info import find_model
-from aioserve.outputs import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    ModelRunnerOutput,
-    SchedulerStats,
-)
+from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import (
     BaseScheduler,

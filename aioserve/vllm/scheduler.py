@@ -29,23 +29,13 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from aioserve.config import SchedulerConfig
 from aioserve.engine.step_loop import PolicyFailures, StepInFlight, StepLoop, StepObserver
-from aioserve.errors import (
-    AioserveError,
-    InvariantError,
-    PolicyError,
-    RequestRejectedError,
-)
+from aioserve.errors import AioserveError, InvariantError, PolicyError, RequestRejectedError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import EngineCoreOutput as OurOutput
 from aioserve.outputs import FinishReason as OurReason
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import Request
-from aioserve.scheduler import (
-    FALLBACK_POLICY,
-    BaseScheduler,
-    SchedulerInterface,
-    SchedulerOutput,
-)
+from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface, SchedulerOutput
 from aioserve.scheduler.blame import blamed
 from aioserve.scheduler.delegate import innermost
 from aioserve.scheduler.results import take_drafts

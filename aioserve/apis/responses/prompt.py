@@ -20,14 +20,7 @@ from aioserve.engine.chat.tools import FunctionDefinition, Names, ToolUse, templ
 from aioserve.errors import UNREADABLE, RequestError
 from aioserve.server.body import convert_part, refuse_all_but
 from aioserve.server.fields import is_vendors
-from aioserve.server.images import (
-    Content,
-    ImageParts,
-    Part,
-    content_of,
-    joined,
-    text_part,
-)
+from aioserve.server.images import Content, ImageParts, Part, content_of, joined, text_part
 
 Turn = dict[str, Any]
 

@@ -577,15 +577,7 @@ class _Closing:
         """Return the schema that a reference within the document names; None if there is
         none here.
         """
-        if not isinstance(ref, str) or (ref != "#" and not ref.startswith("#/")):
-            return None
-        found: Any = self._root
-        for step in ref.split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list):
-                found = found[int(step)] if step.isdigit() and int(step) < len(found) else None
-            else:
-                found = found.get(step) if isinstance(found, dict) else None
+        found = _place_in(self._root, ref) if isinstance(ref, str) else None
         return found if isinstance(found, dict) else None
 
 

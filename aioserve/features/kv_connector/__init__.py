@@ -6,11 +6,7 @@ What a runner needs is here; what keeps blocks is loaded when an engine is to ha
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from aioserve.features.kv_connector.interface import (
-    BlockStore,
-    HostMemoryWorker,
-    fingerprint,
-)
+from aioserve.features.kv_connector.interface import BlockStore, HostMemoryWorker, fingerprint
 from aioserve.runner.interface import KVConnectorWorker, SlotGroup
 
 if TYPE_CHECKING:

@@ -9,11 +9,7 @@ import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.features.spec_decode.eagle import EagleSource, is_eagle
-from aioserve.features.spec_decode.model_drafter import (
-    Draft,
-    DraftCheckpoint,
-    DraftSource,
-)
+from aioserve.features.spec_decode.model_drafter import Draft, DraftCheckpoint, DraftSource
 from aioserve.features.spec_decode.mtp import MtpSource
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.batch.drafter import DraftPlace

@@ -52,12 +52,7 @@ from aioserve.runner.attention.backend import (
 from aioserve.runner.batch.drafter import Drafter
 from aioserve.runner.batch.input_batch import BatchPart, InputBatch
 from aioserve.runner.batch.masks import Standing
-from aioserve.runner.batch.prompt_rows import (
-    PooledRows,
-    PromptRows,
-    WantedLogprobs,
-    WantedStates,
-)
+from aioserve.runner.batch.prompt_rows import PooledRows, PromptRows, WantedLogprobs, WantedStates
 from aioserve.runner.batch.rescue import StepRescue, merge_outputs
 from aioserve.runner.interface import RunnerInfo, failed_requests
 from aioserve.runner.load_plan import BatchParts

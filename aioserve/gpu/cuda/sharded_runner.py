@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, RunnerDeadError
 from aioserve.gpu.cuda.runner import OverlappedRunner
-from aioserve.gpu.tensor_parallel.plan import (
-    EXPERTS,
-    check_model,
-    check_settings,
-    plan_in_config,
-)
+from aioserve.gpu.tensor_parallel.plan import EXPERTS, check_model, check_settings, plan_in_config
 from aioserve.gpu.tensor_parallel.processes import FirstRank, Message, Start, Step
 from aioserve.gpu.tensor_parallel.rank_process import meet
 from aioserve.gpu.tensor_parallel.watch import FirstRankRunner

@@ -13,13 +13,7 @@ from torch import Tensor
 from aioserve.kernels import ACTIVATIONS, ExpertsStruct, Kernels, PackedWeight
 from aioserve.model_source.quantized_weight import QuantizedWeight
 from aioserve.runner.cpu.products import BlockLinear, PanelLinear
-from aioserve.runner.fused.ops import (
-    ExpertActivation,
-    Experts,
-    ExpertWeights,
-    Router,
-    Routes,
-)
+from aioserve.runner.fused.ops import ExpertActivation, Experts, ExpertWeights, Router, Routes
 
 _Linear: TypeAlias = PanelLinear | BlockLinear
 

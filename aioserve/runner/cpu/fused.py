@@ -24,17 +24,9 @@ from aioserve.kernels import (
     check_ids,
     load_kernels,
 )
-from aioserve.runner.attention.backend import (
-    LayerAttention,
-    ModelInputs,
-)
+from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cpu.attention import CompiledAttention
-from aioserve.runner.cpu.products import (
-    BlockEmbedding,
-    BlockLinear,
-    LogitsMemory,
-    PanelLinear,
-)
+from aioserve.runner.cpu.products import BlockEmbedding, BlockLinear, LogitsMemory, PanelLinear
 from aioserve.runner.fused.decoder import (
     AllReduceLinear,
     DecoderLayer,

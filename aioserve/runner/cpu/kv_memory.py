@@ -29,12 +29,7 @@ from torch import Tensor
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.kernels import KernelsUnavailableError, load_kernels
-from aioserve.runner.attention.backend import (
-    KVCacheSpec,
-    LayerAttention,
-    StepInputs,
-    WindowLayers,
-)
+from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, StepInputs, WindowLayers
 from aioserve.runner.cpu import machine
 from aioserve.runner.interface import max_useful_blocks
 from aioserve.runner.load_plan import SideTypes

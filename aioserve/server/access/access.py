@@ -15,14 +15,7 @@ from aiohttp import web
 from aioserve.config import AccessConfig, EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError
-from aioserve.server.access.keys import (
-    ENVIRONMENT,
-    Entrance,
-    Key,
-    Keyring,
-    Rights,
-    read_keys,
-)
+from aioserve.server.access.keys import ENVIRONMENT, Entrance, Key, Keyring, Rights, read_keys
 
 if TYPE_CHECKING:
     import ssl

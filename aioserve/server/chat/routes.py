@@ -32,12 +32,7 @@ from aioserve.params import (
     SamplingParams,
     ThinkingBudget,
 )
-from aioserve.server.body import (
-    GENERATION_ERRORS,
-    BodyDecoder,
-    Route,
-    convert_part,
-)
+from aioserve.server.body import GENERATION_ERRORS, BodyDecoder, Route, convert_part
 from aioserve.server.chat.protocol import (
     ChatChoice,
     ChatChunkChoice,
