@@ -3,10 +3,9 @@
 Importing this package loads no torch; the names below are imported when they are first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from aioserve.support import __version__
+from aioserve.support import __version__, late_names
 from aioserve.support.old_names import find_old_names
 
 if TYPE_CHECKING:
@@ -72,11 +71,7 @@ __all__ = [
 
 find_old_names()
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = late_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -3,8 +3,9 @@
 Its names are imported when they are asked for: the step loop needs none of them.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from aioserve.support import late_names
 
 if TYPE_CHECKING:
     from aioserve.engine.async_engine import AsyncEngine
@@ -32,8 +33,4 @@ __all__ = [
     "RequestStream",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"aioserve.engine.{_MODULES[name]}"), name)
+__getattr__ = late_names(__name__, _MODULES)

@@ -5,8 +5,9 @@ that few models need (states, sliding windows, encoder outputs) are loaded when 
 needs them.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from aioserve.support import late_names
 
 if TYPE_CHECKING:
     from aioserve.kv_cache.block_pool import (
@@ -118,8 +119,4 @@ __all__ = [
     "reached_blocks",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"aioserve.kv_cache.{_HOMES[name]}"), name)
+__getattr__ = late_names(__name__, _HOMES)

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from aioserve.support import late_names
+
 if TYPE_CHECKING:
     from aioserve.lab.simulation.run import VirtualClockEventLoop
 
@@ -25,10 +27,4 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
     },
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name != "VirtualClockEventLoop":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from aioserve.lab.simulation.run import VirtualClockEventLoop
-
-    return VirtualClockEventLoop
+__getattr__ = late_names(__name__, {"VirtualClockEventLoop": "simulation.run"})

@@ -3,8 +3,7 @@
 What few policies ask for is imported when it is: estimates, parts, and how policies are found.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
@@ -26,6 +25,7 @@ from aioserve.scheduler.interface import (
 )
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.step import Step
+from aioserve.support import late_names
 
 if TYPE_CHECKING:
     from aioserve.kv_cache import OffloadPrice
@@ -111,8 +111,4 @@ __all__ = [
     "read_part",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = late_names(__name__, _HOMES)

@@ -4,7 +4,9 @@ Loaded on first use, because the pytest plugin lives here and is imported in eve
 `aioserve.testing.contract` and `.state_machine` need pytest and hypothesis; the rest does not.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from aioserve.support import late_names
 
 if TYPE_CHECKING:
     from aioserve.testing.harness import SchedulerHarness
@@ -19,10 +21,4 @@ _HOMES = {
     "SchedulerHarness": "harness",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = late_names(__name__, _HOMES)

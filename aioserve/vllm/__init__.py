@@ -10,8 +10,9 @@ the four is asked for. docs/vllm.md says what they need, and which of vLLM's fea
 refuses. `foreign` is the other way.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from aioserve.support import late_names
 
 if TYPE_CHECKING:
     from aioserve.vllm.middleware import HintsMiddleware
@@ -28,8 +29,4 @@ _MODULES = {
     "Scheduler": "scheduler",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = late_names(__name__, _MODULES)

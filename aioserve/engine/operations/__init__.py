@@ -5,8 +5,7 @@ does it. Messages between processes, routes, the OpenAPI document, the table in 
 and the methods of `AsyncClient` are made of that. Loads no engine.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aioserve.engine.operations.command import (
     AbortElsewhere,
@@ -16,6 +15,7 @@ from aioserve.engine.operations.command import (
     ShowMetrics,
     ShowSteps,
 )
+from aioserve.support import late_names
 
 if TYPE_CHECKING:
     from aioserve.engine.operations.commands import (
@@ -67,9 +67,5 @@ __all__ = [
     "Wake",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Return what is of operators' commands, which are loaded when the first one is asked for."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("aioserve.engine.operations.commands"), name)
+# The operators' commands are loaded when the first one is asked for.
+__getattr__ = late_names(__name__, dict.fromkeys(__all__, "commands"))

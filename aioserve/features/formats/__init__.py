@@ -5,8 +5,7 @@ pieces; events come out. The formats that ship stand beside, a family in a file;
 when they are asked for.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aioserve.engine.chat.reply_format import (
     ANY,
@@ -48,6 +47,7 @@ from aioserve.engine.chat.reply_format import (
     text_until,
 )
 from aioserve.features.formats.text import JsonValue, any_of, match_end, skip_space, typed_json
+from aioserve.support import late_names
 
 if TYPE_CHECKING:
     from aioserve.features.formats.call_block import CallBlockParser
@@ -122,8 +122,4 @@ _HOMES = {
     "bare_beginnings": "call_parser",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = late_names(__name__, _HOMES)

@@ -4,17 +4,13 @@
 the rules for schemas are asked for without it.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from aioserve.support import late_names
 
 if TYPE_CHECKING:
     from aioserve.features.grammars.compiler import GrammarCompiler
 
 __all__ = ["GrammarCompiler"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from aioserve.features.grammars.compiler import GrammarCompiler
-
-    return GrammarCompiler
+__getattr__ = late_names(__name__, dict.fromkeys(__all__, "compiler"))

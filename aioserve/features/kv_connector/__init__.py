@@ -3,11 +3,11 @@
 What a runner needs is here; what keeps blocks is loaded when an engine is to have a connector.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aioserve.features.kv_connector.interface import BlockStore, HostMemoryWorker, fingerprint
 from aioserve.runner.interface import KVConnectorWorker, SlotGroup
+from aioserve.support import late_names
 
 if TYPE_CHECKING:
     from aioserve.features.kv_connector.directory import BlockDirectory
@@ -30,8 +30,4 @@ _LOADED_LATER = {
     "Role": "offloading",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LOADED_LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LOADED_LATER[name]}"), name)
+__getattr__ = late_names(__name__, _LOADED_LATER)
