@@ -41,7 +41,7 @@ from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.runner.cpu.kv_memory import CPU_TYPES
-from aioserve.runner.cpu.place import CpuPlace
+from aioserve.runner.cpu.models import CpuPlace
 from aioserve.runner.fused.decoder import FusedDecoder
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.loader import named_dtype, num_weight_bytes

@@ -14,7 +14,7 @@ from aioserve.features.multimodal.vision_language import load_parts
 from aioserve.kernels import Kernels, load_kernels, usable_variants
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
-from aioserve.runner.cpu.place import CpuPlace
+from aioserve.runner.cpu.models import CpuPlace
 from tests.seeing_models import FEW_KINDS, SEEING_KINDS, make_seeing_model
 from tests.slow import mostly_slow
 

@@ -12,7 +12,7 @@ from aioserve.features.multimodal.vision_language import load_parts
 from aioserve.kernels import usable_variants
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import family_of
-from aioserve.runner.cpu.place import CpuPlace
+from aioserve.runner.cpu.models import CpuPlace
 from tests.multimodal.pictures import picture
 from tests.multimodal.test_vision_language import cut_layers
 from tests.seeing_models import make_seeing_model

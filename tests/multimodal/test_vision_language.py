@@ -29,7 +29,7 @@ from aioserve.model_source.vision_families import FAMILIES
 from aioserve.request import EncoderInput, Request, WaitReason
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.cpu.fused import WholeDecoder
-from aioserve.runner.cpu.place import CpuPlace
+from aioserve.runner.cpu.models import CpuPlace
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.adapters import make_adapter, merge
 from tests.greedy import MARGIN

@@ -18,8 +18,7 @@ from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
 from aioserve.runner.cpu.attention import create_attention_backend
 from aioserve.runner.cpu.kv_memory import expected_bytes_per_token
 from aioserve.runner.cpu.load import load_on_cpu
-from aioserve.runner.cpu.models import load_model_on_cpu
-from aioserve.runner.cpu.place import CpuPlace
+from aioserve.runner.cpu.models import CpuPlace, load_model_on_cpu
 from aioserve.runner.loader import AnyModel, find_body_and_head, prepare_model
 from aioserve.runner.served_model import ServedModel
 from tests.models import MODEL_KINDS, VOCAB_SIZE, edit_config, make_model

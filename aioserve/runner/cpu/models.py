@@ -1,38 +1,55 @@
 """Which models serve on this CPU: checked against memory and settings, read, and proved.
 
 Brings `transformers`, whose import takes seconds: `load` asks here only for what has not been
-prepared.
+prepared. Last, this machine as the place where they are loaded.
 """
 
 import gc
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor, nn
 
 from aioserve.config import EngineConfig, ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import family_of
-from aioserve.runner.attention.backend import SCALE_BYTES
+from aioserve.runner.attention.backend import (
+    SCALE_BYTES,
+    KVCacheSpec,
+    LayerAttention,
+    ModelInputs,
+    RowStates,
+    StepInputs,
+)
 from aioserve.runner.batch.drafter import DRAFTERS, DraftPlace, FoundDraft, LoadedDraft
 from aioserve.runner.cpu import machine
+from aioserve.runner.cpu.attention import CompiledAttention, create_attention_backend
 from aioserve.runner.cpu.experts import CompiledExperts, CompiledMixture
-from aioserve.runner.cpu.fused import WholeDecoder
+from aioserve.runner.cpu.fused import CompiledOps, PackedOps, WholeDecoder
 from aioserve.runner.cpu.kv_memory import CPU_TYPES, check_memory, expected_bytes_per_token
 from aioserve.runner.cpu.onednn import pack_linear
-from aioserve.runner.cpu.place import CpuPlace
 from aioserve.runner.cpu.products import BlockLinear
-from aioserve.runner.fused.decoder import GatedMLP, own_experts, own_product
+from aioserve.runner.fused.decoder import (
+    DecoderLayer,
+    FusedDecoder,
+    GatedMLP,
+    Place,
+    own_experts,
+    own_product,
+)
 from aioserve.runner.fused.model import FusedModel
-from aioserve.runner.fused.ops import Mixture
+from aioserve.runner.fused.ops import Embedding, Linear, Mixture, Ops, RMSNorm
 from aioserve.runner.loader import MODEL_PARTS, load_model, named_dtype, num_weight_bytes
 from aioserve.runner.models.architecture import check_architecture
 from aioserve.runner.models.own_products import EachExpert
 from aioserve.runner.ranks import Ranks, together
 from aioserve.runner.served_model import ServedModel
+from aioserve.support.parts import load
 
 logger = logging.getLogger(__name__)
 
@@ -203,3 +220,77 @@ def _products(decoder: WholeDecoder) -> list[Any]:
         if isinstance(layer.mlp, GatedMLP):
             products += (layer.mlp.gate_up, layer.mlp.down)
     return [own_product(linear) for linear in products]
+
+
+# This machine as a place where a model is loaded: which operations serve it, and which decoder.
+# Knows no files and no model classes.
+
+
+_MULTIPLE = 16  # numbers in a row
+
+
+class CpuPlace(Place):
+    """This machine, with or without compiled kernels."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks
+
+    @property
+    def multiplies_blocks(self) -> bool:  # type: ignore[override]
+        try:
+            load_kernels()
+        except KernelsUnavailableError:
+            return False
+        return True
+
+    def available_memory(self) -> int:
+        return machine.available_memory()
+
+    def create_ops(self, spec: KVCacheSpec, row_sizes: set[int]) -> Ops:
+        why_not = CompiledAttention.why_not(spec)
+        for size in sorted(row_sizes):
+            if why_not is None and size % _MULTIPLE:
+                why_not = f"rows of {size} are not served, only multiples of {_MULTIPLE}"
+        return PackedOps(why_not) if why_not else self.create_products()
+
+    def create_products(self) -> Ops:
+        try:
+            return CompiledOps(load_kernels())
+        except KernelsUnavailableError as error:
+            return PackedOps(str(error))
+
+    def begin_alone(
+        self, spec: KVCacheSpec, num_blocks: int, block_size: int, step: StepInputs
+    ) -> tuple[ModelInputs, LayerAttention]:
+        backend = create_attention_backend(spec, num_blocks, block_size)
+        backend.prepare(step)
+        return ModelInputs.of(step), backend
+
+    def own_forward(
+        self, module: nn.Module, known: Callable[[], Tensor | None]
+    ) -> Callable[..., Any]:
+        made: Callable[..., Any] = load("states on a cpu", "steps")(module, known)
+        return made
+
+    def create_row_states(
+        self, spec: KVCacheSpec, num_blocks: int, block_size: int
+    ) -> RowStates | None:
+        if self.ranks is not None:
+            return None
+        from aioserve.runner.cpu.torch_attention import PagedRows
+
+        return PagedRows(spec, num_blocks, block_size)
+
+    def create_whole_decoder(
+        self,
+        embedding: Embedding,
+        layers: list[DecoderLayer],
+        norm: RMSNorm,
+        head: Linear,
+        ops: Ops,
+    ) -> FusedDecoder | None:
+        if not WholeDecoder.serves(layers, head):
+            return None
+        return WholeDecoder(embedding, layers, norm, head, ops)

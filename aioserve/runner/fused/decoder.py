@@ -258,7 +258,7 @@ class FusedDecoder:
 
 
 # Where a model computes, as far as fusing it has to know: its device, operations, attention.
-# `cpu.place` has one and `cuda.fused` the other. Knows nothing about model classes.
+# `cpu.models` has one and `cuda.fused` the other. Knows nothing about model classes.
 
 
 class Place(ABC):

@@ -15,8 +15,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
 from aioserve.runner.cpu.fused import WholeDecoder
 from aioserve.runner.cpu.load import load_on_cpu
-from aioserve.runner.cpu.models import load_model_on_cpu
-from aioserve.runner.cpu.place import CpuPlace
+from aioserve.runner.cpu.models import CpuPlace, load_model_on_cpu
 from aioserve.runner.fused import fuse as fused
 from aioserve.runner.fused.model import FusedModel
 from aioserve.runner.loader import AnyModel, named_dtype, prepare_model
