@@ -5,6 +5,7 @@ arguments are names, and of what. Knows the parsers when they parse; knows no fl
 """
 
 import argparse
+import importlib
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
@@ -88,47 +89,35 @@ def _complete(prefix: str, action: argparse.Action, **_: Any) -> list[str]:
 
 def _names_of(action: argparse.Action) -> Iterable[str]:
     if not action.option_strings and action.dest in ("config", "configs"):
-        return (*_configs(), *_policies())  # of the lab, which takes both
-    return _NAMES.get(action.dest, tuple)()
+        return (*_names(_CONFIGS), *_names(_POLICIES))  # of the lab, which takes both
+    return _names(_NAMES.get(action.dest, ""))
 
 
-def _policies() -> Iterable[str]:
-    from aioserve.scheduler import available_policies
+def _names(path: str) -> Iterable[str]:
+    """Return what the function there returns, `package.module:function`; nothing of no path."""
+    if not path:
+        return ()
+    module, _, function = path.partition(":")
+    found: Iterable[str] = getattr(importlib.import_module(module), function)()
+    return found
 
-    return available_policies()
 
-
-def _call_formats() -> Iterable[str]:
+def call_formats() -> Iterable[str]:
+    """Return the names of formats of tool calls."""
     from aioserve.engine.chat.reply_format import available_formats
 
     return ("auto", "none", *available_formats())
 
 
-def _reasoning_formats() -> Iterable[str]:
+def reasoning_formats() -> Iterable[str]:
+    """Return the names of formats of reasoning."""
     from aioserve.engine.chat.reply_format import MARKS
 
     return ("auto", "none", *MARKS)
 
 
-def _configs() -> Iterable[str]:
-    from aioserve.support.files import config_names
-
-    return config_names()
-
-
-def _workloads() -> Iterable[str]:
-    from aioserve.support.files import workload_names
-
-    return workload_names()
-
-
-def _fleets() -> Iterable[str]:
-    from aioserve.support.files import fleet_names
-
-    return fleet_names()
-
-
-def _models() -> Iterable[str]:
+def models() -> Iterable[str]:
+    """Return the names of models that are on this machine."""
     from aioserve.config import EMBEDDED_MODEL
     from aioserve.model_source.downloads import DOWNLOADS, models_folder
 
@@ -136,23 +125,25 @@ def _models() -> Iterable[str]:
     return (EMBEDDED_MODEL, *fetched)
 
 
-def _settings() -> Iterable[str]:
+def settings() -> Iterable[str]:
+    """Return all settings as `SECTION.NAME=`."""
     from aioserve.config import iter_settings
 
     return [f"{section}.{field.name}=" for section, field in iter_settings()]
 
 
-# By the name under which a parser keeps the argument.
-_NAMES: dict[str, Callable[[], Iterable[str]]] = {
-    "scheduler.policy": _policies,
-    "server.tool_call_parser": _call_formats,
-    "server.reasoning_parser": _reasoning_formats,
-    "shadow.shadow_policy": _policies,
-    "policy": _policies,
-    "config": _configs,
-    "workload": _workloads,
-    "fleet": _fleets,
-    "model.model": _models,
-    "speculation.draft_model": _models,
-    "set": _settings,
+_CONFIGS, _POLICIES = "aioserve.support.files:config_names", "aioserve.scheduler:available_policies"
+# By the name under which a parser keeps the argument: a function that is imported when it is asked.
+_NAMES = {
+    "scheduler.policy": _POLICIES,
+    "server.tool_call_parser": f"{__name__}:call_formats",
+    "server.reasoning_parser": f"{__name__}:reasoning_formats",
+    "shadow.shadow_policy": _POLICIES,
+    "policy": _POLICIES,
+    "config": _CONFIGS,
+    "workload": "aioserve.support.files:workload_names",
+    "fleet": "aioserve.support.files:fleet_names",
+    "model.model": f"{__name__}:models",
+    "speculation.draft_model": f"{__name__}:models",
+    "set": f"{__name__}:settings",
 }

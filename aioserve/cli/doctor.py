@@ -57,6 +57,16 @@ def ok(name: str, text: str) -> Finding:
     return Finding(name=name, state="ok", text=text)
 
 
+def note(name: str, text: str, remedy: str | None = None) -> Finding:
+    """Return a finding of something that can be added."""
+    return Finding(name=name, state="note", text=text, remedy=remedy)
+
+
+def missing(name: str, text: str, remedy: str) -> Finding:
+    """Return a finding of something that is lacking, with the line that brings it."""
+    return Finding(name=name, state="missing", text=text, remedy=remedy)
+
+
 OURSELVES = "aioserve-engine"  # the distribution; what is imported is `aioserve`
 
 #: What the extras of pyproject.toml bring, but for what our own tests need.
@@ -85,12 +95,12 @@ def look_at_packages(has_card: bool) -> list[Finding]:
     try:
         import packaging.requirements  # noqa: F401
     except ImportError:
-        return [_missing("packages", "packaging is not installed", ["packaging"])]
+        return [missing("packages", "packaging is not installed", _line(["packaging"]))]
     try:
         importlib.metadata.distribution(OURSELVES)
     except importlib.metadata.PackageNotFoundError:
         text = "aioserve runs from a folder and is not installed: what it needs is not known"
-        return [Finding(name="packages", state="missing", text=text, remedy="pip install -e .")]
+        return [missing("packages", text, "pip install -e .")]
     needed = _needs(OURSELVES, "", set())
     return [_needed(needed), *(_extra(name, has_card) for name in sorted(EXTRAS))]
 
@@ -99,7 +109,7 @@ def _needed(needed: list["Need"]) -> Finding:
     wrong = [need for need in needed if need.complaint]
     if wrong:
         text = "; ".join(need.complaint for need in wrong)
-        return _missing("packages", text, [need.wanted for need in wrong])
+        return missing("packages", text, _line(need.wanted for need in wrong))
     versions = {need.name: need.version for need in needed}
     told = [f"{name} {versions[name]}" for name in _TELLING if name in versions]
     return ok("packages", f"all {len(versions)} that are needed: {', '.join(told)}, ...")
@@ -110,12 +120,9 @@ def _extra(name: str, has_card: bool) -> Finding:
     title, purpose = f"extra {name}", EXTRAS[name]
     if not wrong:
         return ok(title, purpose)
-    return Finding(
-        name=title,
-        state="missing" if name == "gpu" and has_card else "note",
-        text=f"for {purpose}: {'; '.join(need.complaint for need in wrong)}",
-        remedy=_line(need.wanted for need in wrong),
-    )
+    find = missing if name == "gpu" and has_card else note
+    text = f"for {purpose}: {'; '.join(need.complaint for need in wrong)}"
+    return find(title, text, _line(need.wanted for need in wrong))
 
 
 def look_at_attention_kernels(has_card: bool, cuda: str | None) -> list[Finding]:
@@ -137,20 +144,19 @@ def look_at_attention_kernels(has_card: bool, cuda: str | None) -> list[Finding]
     nvcc = shutil.which("nvcc") or next(
         (path for home in toolkits if home and (path := shutil.which(f"{home}/bin/nvcc"))), None
     )
-    missing = [
+    lacking = [
         name for name, path in (("nvcc", nvcc), ("ninja", shutil.which("ninja"))) if not path
     ]
-    if not missing:
+    if not lacking:
         return [ok(title, f"flashinfer compiles them with {nvcc} at a model's first start")]
     index = f"https://flashinfer.ai/whl/cu{cuda.replace('.', '')}"
     return [
-        Finding(
-            name=title,
-            state="missing",
-            text=f"flashinfer {of_python} compiles them at a model's first start, and "
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not found: unless its "
+        missing(
+            title,
+            f"flashinfer {of_python} compiles them at a model's first start, and "
+            f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not found: unless its "
             "cache has them, plain torch computes attention, slower",
-            remedy="pip install ninja"
+            "pip install ninja"
             if nvcc
             else f"pip install flashinfer-jit-cache=={of_python} --index-url {index}",
         )
@@ -203,10 +209,6 @@ def _requirements(distribution: str, extra: str) -> Iterator["Requirement"]:
             yield requirement
 
 
-def _missing(name: str, text: str, wanted: Sequence[str]) -> Finding:
-    return Finding(name=name, state="missing", text=text, remedy=_line(wanted))
-
-
 def _line(wanted: Iterable[str]) -> str:
     """Return the command that installs these, by the names of the packages themselves."""
     return "pip install " + " ".join(f"'{one}'" for one in wanted)
@@ -225,15 +227,9 @@ def look_at_system() -> Finding:
     """Return the operating system, and what is not to be had on it."""
     text = f"{platform.system()} {platform.release()} on {platform.machine()}"
     if platform.system() == "Windows":
-        return Finding(
-            name="system",
-            state="missing",
-            text=f"{text}: the server needs Unix signals",
-            remedy="wsl --install",
-        )
+        return missing("system", f"{text}: the server needs Unix signals", "wsl --install")
     if platform.system() != "Linux":
-        text += ": no compiled kernels, which need Linux"
-        return Finding(name="system", state="note", text=text)
+        return note("system", f"{text}: no compiled kernels, which need Linux")
     return ok("system", f"{text}, {' '.join(platform.libc_ver())}")
 
 
@@ -258,25 +254,15 @@ def look_at_kernels() -> Finding:
         variant = choose_variant()
         open_library(variant)
     except ConfigError as error:
-        return Finding(
-            name="kernels",
-            state="missing",
-            text=str(error),
-            remedy=f"unset {ENVIRONMENT_VARIABLE}",
-        )
+        return missing("kernels", str(error), f"unset {ENVIRONMENT_VARIABLE}")
     except KernelsUnavailableError as error:
         return _no_kernels(str(error))
     except (ImportError, OSError) as error:  # of torch, whose threads they share
-        text = f"torch cannot be imported: {error}"
-        return Finding(name="kernels", state="missing", text=text, remedy=INSTALL_TORCH)
+        return missing("kernels", f"torch cannot be imported: {error}", INSTALL_TORCH)
     if asked := os.environ.get(ENVIRONMENT_VARIABLE):
-        return Finding(
-            name="kernels",
-            state="note",
-            text=f"{variant}, as {ENVIRONMENT_VARIABLE}={asked} wants; "
-            f"the best here would be {usable_variants()[0]}",
-            remedy=f"unset {ENVIRONMENT_VARIABLE}",
-        )
+        text = f"{variant}, as {ENVIRONMENT_VARIABLE}={asked} wants; "
+        text += f"the best here would be {usable_variants()[0]}"
+        return note("kernels", text, f"unset {ENVIRONMENT_VARIABLE}")
     return ok("kernels", f"{variant}, the best here{''.join(map(_why_not, _better(variant)))}")
 
 
@@ -288,13 +274,8 @@ def look_at_compiler() -> Finding:
         if shutil.which(name):
             printed = _printed(name, "--version")
             return ok("compiler", printed.partition("\n")[0] or name)
-    return Finding(
-        name="compiler",
-        state="note",
-        text="no C compiler: a wheel brings the kernels, but a clone, and Triton on a CUDA card, "
-        "need one",
-        remedy="apt-get install gcc",
-    )
+    text = "no C compiler: a wheel brings the kernels, but a clone, and Triton on a CUDA card, "
+    return note("compiler", f"{text}need one", "apt-get install gcc")
 
 
 def look_at_memory() -> Finding:
@@ -318,14 +299,10 @@ def look_at_files() -> Finding:
     if limit == resource.RLIM_INFINITY or limit >= FEW_FILES:
         return ok("open files", f"at most {limit}" if limit >= 0 else "no limit")
     can_be_raised = hardest == resource.RLIM_INFINITY or hardest > limit
-    return Finding(
-        name="open files",
-        state="note",
-        text=f"at most {limit}: each connection of a client is one",
-        remedy=f"ulimit -n {min(hardest, ENOUGH_FILES) if hardest > 0 else ENOUGH_FILES}"
-        if can_be_raised
-        else f"LimitNOFILE={ENOUGH_FILES} for systemd; docker run --ulimit nofile={ENOUGH_FILES}",
-    )
+    remedy = f"LimitNOFILE={ENOUGH_FILES} for systemd; docker run --ulimit nofile={ENOUGH_FILES}"
+    if can_be_raised:
+        remedy = f"ulimit -n {min(hardest, ENOUGH_FILES) if hardest > 0 else ENOUGH_FILES}"
+    return note("open files", f"at most {limit}: each connection of a client is one", remedy)
 
 
 def look_at_cards() -> Finding:
@@ -333,26 +310,18 @@ def look_at_cards() -> Finding:
     count = num_cuda_devices()
     if not count:
         if listed := _printed("nvidia-smi", "-L").strip():
-            return Finding(
-                name="cards",
-                state="missing",
-                text=f"nvidia-smi lists {listed.splitlines()[0]!r}, but libcuda.so.1 finds none",
-                remedy="in a container: docker run --gpus all",
-            )
+            text = f"nvidia-smi lists {listed.splitlines()[0]!r}, but libcuda.so.1 finds none"
+            return missing("cards", text, "in a container: docker run --gpus all")
         return ok("cards", "no CUDA card; the model runs on the CPU")
     try:
         import torch
     except (ImportError, OSError) as error:
         text = f"{count} found, but torch cannot be imported: {error}"
-        return Finding(name="cards", state="missing", text=text, remedy=INSTALL_TORCH)
+        return missing("cards", text, INSTALL_TORCH)
     if not torch.cuda.is_available():
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU alone"
-        return Finding(
-            name="cards",
-            state="missing",
-            text=f"{count} CUDA cards, but torch {torch.__version__} is built {built}",
-            remedy=INSTALL_TORCH,
-        )
+        text = f"{count} CUDA cards, but torch {torch.__version__} is built {built}"
+        return missing("cards", text, INSTALL_TORCH)
     cards = []
     for index in range(count):
         card = torch.cuda.get_device_properties(index)
@@ -373,22 +342,14 @@ def _why_not(variant: str) -> str:
 
 def _no_kernels(why: str) -> Finding:
     if os.environ.get(ENVIRONMENT_VARIABLE) == "off":
-        return Finding(
-            name="kernels",
-            state="note",
-            text=f"none, as {ENVIRONMENT_VARIABLE}=off wants: plain torch, slower",
-            remedy=f"unset {ENVIRONMENT_VARIABLE}",
-        )
+        text = f"none, as {ENVIRONMENT_VARIABLE}=off wants: plain torch, slower"
+        return note("kernels", text, f"unset {ENVIRONMENT_VARIABLE}")
     if platform.system() != "Linux":
-        return Finding(name="kernels", state="note", text=f"none: {why}; plain torch, slower")
+        return note("kernels", f"none: {why}; plain torch, slower")
     build = "make -B install in a clone, else a wheel that `make wheel` has made"
     has_compiler = any(map(shutil.which, _COMPILERS))
-    return Finding(
-        name="kernels",
-        state="missing",
-        text=f"none: {why}; plain torch does their work, slower",
-        remedy=build if has_compiler else f"apt-get install gcc; then {build}",
-    )
+    text = f"none: {why}; plain torch does their work, slower"
+    return missing("kernels", text, build if has_compiler else f"apt-get install gcc; then {build}")
 
 
 def _cpu_name() -> str:
@@ -482,7 +443,7 @@ def _look_at_event_loop() -> Finding:
         text = f"asyncio's own, slower: {error}"
         if sys.platform == "win32":
             return ok("event loop", text)
-        return Finding(name="event loop", state="missing", text=text, remedy="pip install uvloop")
+        return missing("event loop", text, "pip install uvloop")
     return ok("event loop", f"uvloop {version}")
 
 
@@ -493,8 +454,8 @@ def _look_at_models() -> list[Finding]:
         try:
             found.append(ok(title, str(downloaded(name))))
         except ConfigError:
-            text, remedy = f"not fetched: {download.about}", f"python -m aioserve fetch {name}"
-            found.append(Finding(name=title, state="note", text=text, remedy=remedy))
+            remedy = f"python -m aioserve fetch {name}"
+            found.append(note(title, f"not fetched: {download.about}", remedy))
     return found
 
 
@@ -516,6 +477,6 @@ def _as_text(diagnosis: Diagnosis) -> str:
         if finding.remedy is not None:
             lines.append(f"{'':7}  {'':{width}}  -> {finding.remedy}")
     states = [finding.state for finding in diagnosis.findings]
-    missing, notes = states.count("missing"), states.count("note")
-    lines += ["", f"missing: {missing or 'nothing'}; can be added: {notes or 'nothing'}"]
+    num_missing, notes = states.count("missing"), states.count("note")
+    lines += ["", f"missing: {num_missing or 'nothing'}; can be added: {notes or 'nothing'}"]
     return "\n".join(lines)
