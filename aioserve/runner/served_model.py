@@ -6,6 +6,7 @@ attention of their own) and `fused.FusedModel` (our own loop over the layers). K
 requests.
 """
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -132,3 +133,14 @@ class Halves(ABC):
     @abstractmethod
     def logits(self, hidden: Tensor, adapters: "TokenAdapters | None" = None) -> Tensor:
         """Logits [N, V] of any of the rows of `hidden`, which have these `adapters`."""
+
+
+def collect_modules() -> None:
+    """Free the modules of a model, which know each other; of a process that has `gc.freeze` done
+    since they were made as well.
+    """
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()

@@ -90,15 +90,8 @@ class CudaPlace(Place):
         sampling = columns.select(step.rows[step.sampling], step.seq_lens[step.sampling])
         plan = plan_step(step, sampling, layout, words)
         arrays = layout.split(torch.from_numpy(words).to(self.device))
-        size = plan.num_tokens
-        inputs = ModelInputs(
-            input_ids=arrays.input_ids[:size].long(),
-            positions=arrays.positions[:size].long(),
-            slots=arrays.slots[:size].long(),
-            logits_rows=arrays.logits_rows[: plan.num_sampling].long(),
-        )
         attention = TorchDeviceAttention(spec, limits, self.device)
-        return inputs, attention.begin(plan, arrays)
+        return plan.model_inputs(arrays), attention.begin(plan, arrays)
 
 
 # Latent attention on what is stored of a token in common for all heads, not on K and V of each.

@@ -5,7 +5,6 @@ Last, passes of a drafting model, which are planned, staged and launched as step
 turns with the steps of the served model, whose sampler they use.
 """
 
-import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -66,7 +65,7 @@ from aioserve.runner.load_plan import LoadPlan, SideTypes, plan_load
 from aioserve.runner.loader import MODEL_PARTS, load_model, num_weight_bytes
 from aioserve.runner.models.architecture import has_states
 from aioserve.runner.ranks import Ranks
-from aioserve.runner.served_model import ServedModel
+from aioserve.runner.served_model import ServedModel, collect_modules
 
 GIB = 1 << 30
 GRAPH_RESERVE = 1 << 30  # for 23 captured sizes in one pool; a guess, said beside what they took
@@ -215,7 +214,7 @@ def load_on_cuda(
         devices.append(CudaDevice())
     (device,) = devices
     card = device.card()
-    check_served(config, info)
+    check_served(info)
     has_triton = find_spec("triton") is not None
     place = CudaPlace(device.torch_device, has_triton=has_triton, ranks=ranks)
     source = find_draft(config, info)
@@ -227,19 +226,13 @@ def load_on_cuda(
 
 
 def give_back_freed_memory() -> None:
-    """Free the modules of a model, which know each other, and give their memory back to the
-    card.
-    """
-    is_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    gc.collect()
-    if is_frozen:
-        gc.freeze()
+    """Free the modules of a model, and give their memory back to the card."""
+    collect_modules()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def check_served(config: EngineConfig, info: ModelInfo) -> None:
+def check_served(info: ModelInfo) -> None:
     """Raises `ConfigError` for what no CUDA device serves, before anything is loaded."""
     if has_states(info):
         raise ConfigError(
@@ -665,19 +658,12 @@ class DeviceDraftRunner(DraftRunner):
         self._ring.guard()
         sampling = self._sampler.prepare(plan, [], {})
         staged = None if masks is None else self._sampler.stage_masks(masks)
-        num_tokens, num_sampling = plan.num_tokens, plan.num_sampling
+        num_sampling = plan.num_sampling
 
         def work() -> None:
-            arrays = self._arrays
-            inputs = ModelInputs(
-                input_ids=arrays.input_ids[:num_tokens].long(),
-                positions=arrays.positions[:num_tokens].long(),
-                slots=arrays.slots[:num_tokens].long(),
-                logits_rows=arrays.logits_rows[:num_sampling].long(),
-            )
-            logits = forward(inputs, attention)
+            logits = forward(plan.model_inputs(self._arrays), attention)
             if num_sampling:
-                self._sampler.sample(logits, sampling, arrays, staged)
+                self._sampler.sample(logits, sampling, self._arrays, staged)
 
         self._device.launch(work)
         self._device.fetch(self._result, self._sampler.out[:num_sampling])

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.attention.backend import IntArray, ModelInputs, StepInputs
 from aioserve.runner.batch import sampling_columns
 from aioserve.runner.batch.sampling_columns import SamplingColumns, SamplingInputs
 
@@ -177,6 +177,15 @@ class StepPlan:
     def num_sampling(self) -> int:
         """S: the rows that sample, each counted once more per draft token to verify."""
         return len(self.sampled)
+
+    def model_inputs(self, arrays: Sections[Tensor]) -> ModelInputs:
+        """Return what the model reads of the step, which lies in `arrays` on the device."""
+        return ModelInputs(
+            input_ids=arrays.input_ids[: self.num_tokens].long(),
+            positions=arrays.positions[: self.num_tokens].long(),
+            slots=arrays.slots[: self.num_tokens].long(),
+            logits_rows=arrays.logits_rows[: self.num_sampling].long(),
+        )
 
     def placed(self, tokens: IntArray) -> IntArray:
         """Return where packed tokens of `inputs` stand among the T."""

@@ -4,7 +4,6 @@ Used on one thread. Knows nothing about requests that are not in its batch, abou
 a model is loaded.
 """
 
-import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from aioserve.runner.cpu.machine import ComputeThreads, give_back_freed_memory
 from aioserve.runner.cpu.sampler import SampledTokens, sample_each
 from aioserve.runner.interface import KVConnectorWorker, RunnerInfo, failed_requests, parameters_of
 from aioserve.runner.load_plan import BatchParts, LoadPlan
+from aioserve.runner.served_model import collect_modules
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
@@ -367,7 +367,7 @@ class ResidentModel:
         self.adapters = dict(self.executor.loaded_adapters)
         self.executor.close()
         self.executor = None
-        _collect()
+        collect_modules()
         give_back_freed_memory()
 
     def drop_adapter(self, adapter_id: str) -> None:
@@ -375,14 +375,3 @@ class ResidentModel:
         self.adapters.pop(adapter_id, None)
         if self.executor is not None:
             self.executor.adapters.unload(adapter_id)
-
-
-def _collect() -> None:
-    """Free the modules of a model, which know each other; of a process that has `gc.freeze` done
-    since they were made as well.
-    """
-    is_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    gc.collect()
-    if is_frozen:
-        gc.freeze()

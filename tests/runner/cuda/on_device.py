@@ -33,7 +33,7 @@ def make_device_runner(config: EngineConfig, device: FakeDevice) -> SleepingOver
     grammars = None if config.model.skip_tokenizer_init else GrammarCompiler(info)
 
     def make(config: EngineConfig, info: ModelInfo) -> StepExecutor:
-        load.check_served(config, info)
+        load.check_served(info)
         place = CudaPlace(torch.device("cpu"), has_triton=False)
         model, draft = load.load_models(config, info, find_draft(config, info), place)
         return load.make_executor(config, info, model, device, device.card(), grammars, draft)
