@@ -46,7 +46,6 @@ from aioserve.server.chat.routes import answer_chat, sampling_params
 from aioserve.server.completions import infilling
 from aioserve.server.errors import ApiStyle, to_wire
 from aioserve.server.generation import Answer, respond
-from aioserve.server.logprobs import TOKEN_TEXTS
 from aioserve.server.protocol import (
     Capability,
     Empty,
@@ -58,7 +57,7 @@ from aioserve.server.protocol import (
     ResponseFormat,
     Usage,
 )
-from aioserve.server.running import CHAT_FORMAT, ENGINE
+from aioserve.server.running import CHAT_FORMAT, ENGINE, TOKEN_TEXTS
 
 #: The version of Ollama whose API this follows. Some clients refuse older ones than they know.
 API_VERSION = "0.13.0"

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.support.files import parse_yaml, read_yaml
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -24,6 +23,8 @@ OPTIONS = ("scheduler.options", "shadow.shadow_options", "runner.profile_options
 
 def read_sections(path: Path) -> dict[str, Any]:
     """Return the sections of a YAML file; raises `ConfigError` where it holds anything else."""
+    from aioserve.support.files import read_yaml
+
     tree = read_yaml(path, "config file")
     if tree is None:
         return {}
@@ -67,6 +68,8 @@ def set_value(tree: dict[str, Any], dotted: str, value: Any) -> None:
 def parse_option(text: str) -> Any:
     """Return `64`, `true`, `[1, 2]` or `{a: b}` as YAML reads it; any other text is itself."""
     from yaml import YAMLError
+
+    from aioserve.support.files import parse_yaml
 
     try:
         return parse_yaml(text)

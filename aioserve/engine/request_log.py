@@ -14,7 +14,6 @@ from aioserve.engine.stream import SampleState
 from aioserve.outputs import FinishReason
 from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestStatus
-from aioserve.support.files import begin_log
 from aioserve.support.logs import BackgroundWriter, Gaps
 
 if TYPE_CHECKING:
@@ -64,6 +63,8 @@ class RequestLog:
     def __init__(self, path: str, now: float) -> None:
         """`now` is the engine's clock, in seconds. Raises `ConfigError`."""
         self._path = path
+        from aioserve.support.files import begin_log
+
         open_file = begin_log(path, "request log", 0o644)
         self._writer = BackgroundWriter(open_file, "requests", _LostLines(path))
         weakref.finalize(self, self._writer.close, 0.0)  # its thread ends with it in any case

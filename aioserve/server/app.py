@@ -28,7 +28,6 @@ from aioserve.server.access.gate import check_key
 from aioserve.server.access.origins import HOSTS, Hosts, check_caller, check_exposure
 from aioserve.server.images import IMAGES, Images
 from aioserve.server.loading import Loading, answering_while_loading
-from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts
 from aioserve.server.middleware import (
     HTTP_COUNTS,
     HttpCounts,
@@ -47,12 +46,14 @@ from aioserve.server.running import (
     NEEDS,
     RESPONSES,
     RUNNING,
+    TOKEN_TEXTS,
     Responses,
     ResponseStore,
     RunningResponses,
 )
 from aioserve.server.sockets import ListenSockets, cannot_listen, open_doors, url_of
 from aioserve.support.arguments import EXIT_ENGINE_DEAD
+from aioserve.support.tokens import TokenTexts
 
 if TYPE_CHECKING:
     from aioserve.server.openapi import OpenAPIDocument

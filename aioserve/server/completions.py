@@ -15,7 +15,6 @@ from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.params import MAX_N
 from aioserve.server.body import GENERATION_ERRORS, BodyDecoder, Route
 from aioserve.server.generation import Reply, event, read_body, respond
-from aioserve.server.logprobs import completion_logprobs, prompt_logprobs
 from aioserve.server.protocol import (
     Completion,
     CompletionChoice,
@@ -169,10 +168,14 @@ class CompletionReply(Reply):
         if (of_prompt := output.prompt_logprobs) is not None:
             prompt = self.prompts[index // self._n]
             if (count := self._num_prompt_logprobs) is not None:
+                from aioserve.server.logprobs import prompt_logprobs
+
                 choice.prompt_logprobs = prompt_logprobs(self.texts, prompt, of_prompt, count)
             if self._echoed and self._num_logprobs is not None:
                 entries, token_ids = [*of_prompt, *entries], [*prompt, *token_ids]
         if entries:
+            from aioserve.server.logprobs import completion_logprobs
+
             choice.logprobs, self._offsets[index] = completion_logprobs(
                 self.texts,
                 token_ids,

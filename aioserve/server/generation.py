@@ -26,9 +26,8 @@ from aioserve.server.body import BodyDecoder, check_stream_options, decode_body
 from aioserve.server.errors import to_wire
 from aioserve.server.fields import PASSED_OVER
 from aioserve.server.images import Shown
-from aioserve.server.logprobs import TOKEN_TEXTS, best_outputs
 from aioserve.server.protocol import Choice, Envelope, GenerationRequest, Usage
-from aioserve.server.running import ENGINE, RESPONSE_ID, RUNNING, check_id
+from aioserve.server.running import ENGINE, RESPONSE_ID, RUNNING, TOKEN_TEXTS, check_id
 
 
 class Tally:
@@ -512,6 +511,8 @@ async def _collect(
     for index, output in enumerate(outputs):  # how likely a prompt was, its first sample tells
         output.prompt_logprobs = outputs[index - index % n].prompt_logprobs
     if wanted.n < n:
+        from aioserve.server.logprobs import best_outputs
+
         samples = [outputs[begin : begin + n] for begin in range(0, len(outputs), n)]
         outputs = [output for own in samples for output in best_outputs(own, wanted)]
     body = await _told(

@@ -1,15 +1,13 @@
 """Log probabilities of token ids, as OpenAI's two formats show them: with strings and bytes.
 
-Knows the tokenizer only by `decode` and `convert_ids_to_tokens`. Says which samples are best.
+Loaded with the first request that asks for some. Says which samples are best.
 """
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.params import SamplingParams
@@ -21,49 +19,9 @@ from aioserve.server.protocol import (
     PromptLogprobs,
     TopLogprob,
 )
-from aioserve.support.tokens import TokenBytes
+from aioserve.support.tokens import TokenTexts
 
 _LEAST = -9999.0  # JSON knows no infinity; vLLM's
-
-
-class TokenTexts:
-    """Text and bytes of single tokens, looked up once per token id."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, list[int]]] = {}
-        self.bytes = TokenBytes(tokenizer)  # by token id
-
-    def __getitem__(self, token_id: int) -> tuple[str, list[int]]:
-        known = self._known.get(token_id)
-        if known is None:
-            text = self._tokenizer.decode([token_id])
-            known = self._known[token_id] = (text, list(self.bytes.note(token_id, text)))
-        return known
-
-    def text(self, token_id: int) -> str:
-        """Return the token's text; a piece of a character shows as U+FFFD."""
-        return self[token_id][0]
-
-    @cached_property
-    def _special(self) -> set[int]:
-        added = self._tokenizer.added_tokens_decoder
-        return {token_id for token_id, token in added.items() if token.special}
-
-    def width(self, token_id: int) -> int:
-        """Return the characters that begin in the token."""
-        return sum(byte & 0xC0 != 0x80 for byte in self[token_id][1])
-
-    def is_special(self, token_id: int) -> bool:
-        """Return whether texts may leave the token out."""
-        return token_id in self._special
-
-    def join(self, token_ids: Sequence[int]) -> str:
-        """Return the text of known token ids, special tokens left out."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
-
-
-TOKEN_TEXTS = web.AppKey("TOKEN_TEXTS", TokenTexts)
 
 
 def completion_logprobs(

@@ -16,6 +16,7 @@ from aioserve.engine import EngineClient
 from aioserve.engine.chat.chat_format import ChatFormat
 from aioserve.errors import RequestError, RequestIdInUseError
 from aioserve.server.access.keys import Key
+from aioserve.support.tokens import TokenTexts
 
 MAX_ID_LENGTH = 128
 
@@ -84,6 +85,7 @@ class RunningResponses:
 
 
 ENGINE = web.AppKey("ENGINE", EngineClient)
+TOKEN_TEXTS = web.AppKey("TOKEN_TEXTS", TokenTexts)  # of the engine's tokenizer
 RUNNING = web.AppKey("RUNNING", RunningResponses)
 NEEDS = web.AppKey("NEEDS", dict[str, str])  # by route: which key it needs, as `Route.needs` says
 KEY = web.RequestKey("KEY", Key)  # on a request: its key, where keys are required

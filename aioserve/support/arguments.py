@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 import msgspec
 
 from aioserve.errors import did_you_mean
-from aioserve.support.files import why_not_writable
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2  # argparse's, also for configurations that cannot work
@@ -106,6 +105,8 @@ def assignment(text: str) -> tuple[str, str]:
 
 def output_file(text: str) -> str:
     """Return a file that can be written, or begun: found out before the work, not after it."""
+    from aioserve.support.files import why_not_writable
+
     if why := why_not_writable(text):
         raise argparse.ArgumentTypeError(f"cannot write {text}: {why}")
     return text

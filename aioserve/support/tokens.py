@@ -1,10 +1,12 @@
-"""What single tokens stand for: their bytes, whatever the tokenizer.
+"""What single tokens stand for: their bytes and texts, whatever the tokenizer.
 
 GPT-2's alphabet is that by which byte-level vocabularies spell bytes. Knows nothing about texts of
 several tokens: `engine.detokenizer` decodes those.
 """
 
 import re
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are no character (yet)
@@ -63,3 +65,40 @@ class TokenBytes(dict[int, bytes]):
             return bytes([int(match[1], 16)])
         spelled = spelled_bytes(token)
         return text.encode() if spelled is None else spelled
+
+
+class TokenTexts:
+    """Text and bytes of single tokens, looked up once per token id."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int]]] = {}
+        self.bytes = TokenBytes(tokenizer)  # by token id
+
+    def __getitem__(self, token_id: int) -> tuple[str, list[int]]:
+        known = self._known.get(token_id)
+        if known is None:
+            text = self._tokenizer.decode([token_id])
+            known = self._known[token_id] = (text, list(self.bytes.note(token_id, text)))
+        return known
+
+    def text(self, token_id: int) -> str:
+        """Return the token's text; a piece of a character shows as U+FFFD."""
+        return self[token_id][0]
+
+    @cached_property
+    def _special(self) -> set[int]:
+        added = self._tokenizer.added_tokens_decoder
+        return {token_id for token_id, token in added.items() if token.special}
+
+    def width(self, token_id: int) -> int:
+        """Return the characters that begin in the token."""
+        return sum(byte & 0xC0 != 0x80 for byte in self[token_id][1])
+
+    def is_special(self, token_id: int) -> bool:
+        """Return whether texts may leave the token out."""
+        return token_id in self._special
+
+    def join(self, token_ids: Sequence[int]) -> str:
+        """Return the text of known token ids, special tokens left out."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -19,9 +19,10 @@ from aioserve.server.chat.protocol import ChatCompletionChunk, ChatCompletionReq
 from aioserve.server.chat.routes import ChatReply
 from aioserve.server.completions import CompletionReply
 from aioserve.server.generation import MOST_HELD, EventStream, Reply
-from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts, best_outputs
+from aioserve.server.logprobs import best_outputs
 from aioserve.server.protocol import Completion, CompletionRequest, StreamOptions
-from aioserve.server.running import CHAT_FORMAT
+from aioserve.server.running import CHAT_FORMAT, TOKEN_TEXTS
+from aioserve.support.tokens import TokenTexts
 
 # A name that looks like the fields it stands next to.
 MODEL = '"text":"\0","content":"\0"'

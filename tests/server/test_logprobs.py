@@ -4,7 +4,8 @@ import pytest
 from tokenizers import AddedToken
 
 from aioserve.outputs import TokenLogprobs
-from aioserve.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from aioserve.server.logprobs import chat_logprobs, completion_logprobs
+from aioserve.support.tokens import TokenTexts
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

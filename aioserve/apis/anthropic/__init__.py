@@ -76,9 +76,8 @@ from aioserve.server.errors import to_wire
 from aioserve.server.fields import is_vendors, note_ttl, pass_over_tools
 from aioserve.server.generation import Answer, respond, typed_event
 from aioserve.server.images import IMAGES, ImageParts, Part, content_of, joined, text_part
-from aioserve.server.logprobs import TOKEN_TEXTS
 from aioserve.server.protocol import Usage
-from aioserve.server.running import CHAT_FORMAT, ENGINE
+from aioserve.server.running import CHAT_FORMAT, ENGINE, TOKEN_TEXTS
 from aioserve.server.tokenization import preparing
 
 create_decoder = BodyDecoder(MessagesRequest, "messages")

@@ -49,9 +49,10 @@ from aioserve.server.access.gate import owner_of
 from aioserve.server.chat.routes import tell_reasoning
 from aioserve.server.errors import to_wire
 from aioserve.server.generation import Answer, typed_event
-from aioserve.server.logprobs import TOKEN_TEXTS, TokenTexts, chat_logprobs
+from aioserve.server.logprobs import chat_logprobs
 from aioserve.server.protocol import ChatTokenLogprob, Usage
-from aioserve.server.running import CHAIN, CHAT_FORMAT, RESPONSES, Kept
+from aioserve.server.running import CHAIN, CHAT_FORMAT, RESPONSES, TOKEN_TEXTS, Kept
+from aioserve.support.tokens import TokenTexts
 
 _encoder = msgspec.json.Encoder()
 

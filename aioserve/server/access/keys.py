@@ -19,7 +19,6 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError
-from aioserve.support.files import read_struct
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +115,8 @@ def read_keys(path: str | None, environ: Mapping[str, str] = os.environ) -> list
 
 
 def _read_yaml(path: Path) -> Iterator[Key]:
+    from aioserve.support.files import read_struct
+
     for i, entry in enumerate(read_struct(path, "keys file", _File).keys, 1):
         where = f"key {i} of {path}"
         if (entry.key is None) == (entry.sha256 is None):

@@ -47,7 +47,6 @@ from aioserve.server.chat.protocol import (
 from aioserve.server.fields import is_vendors, note_ttl, pass_over_tools
 from aioserve.server.generation import Answer, Reply, event, read_body, respond
 from aioserve.server.images import IMAGES, ImageParts
-from aioserve.server.logprobs import chat_logprobs, prompt_logprobs
 from aioserve.server.protocol import (
     ChatLogprobs,
     CompletionTokensDetails,
@@ -348,12 +347,16 @@ class ChatReply(Reply):
     def _logprobs(self, output: RequestOutput) -> ChatLogprobs | None:
         if output.logprobs is None:
             return None
+        from aioserve.server.logprobs import chat_logprobs
+
         return chat_logprobs(self.texts, output.token_ids, output.logprobs)
 
     def _prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs | UnsetType:
         found = output.prompt_logprobs
         if found is None:
             return UNSET
+        from aioserve.server.logprobs import prompt_logprobs
+
         return prompt_logprobs(self.texts, self.prompts[0], found, self._num_prompt_logprobs)
 
 
