@@ -327,6 +327,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Whether the most likely token is always taken."""
         return self.temperature == 0
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what was said before changes what is said next."""
+        others = self.frequency_penalty, self.presence_penalty
+        return self.repetition_penalty != 1 or others != (0, 0)
+
 
 # What a caller may ask of an embedding: which hidden states, and what becomes of their vector.
 # Knows nothing about models: what one pools by default, and whether its vectors may be cut, is

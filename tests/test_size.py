@@ -64,7 +64,7 @@ def test_a_text_prompt_loads_no_part_of_the_runner_that_it_does_not_ask_for() ->
     folders = {name.split("/")[1] for name in names if name.count("/") > 1}
     assert folders == {"attention", "batch", "cpu", "fused"}
     asked_for = "batch/prompt_rows batch/rescue cpu/asked_results cpu/experts fused/fuse"
-    asked_for += " fused/recognize"
+    asked_for += " fused/recognize batch/logits_edits cpu/draws"
     assert names & {f"runner/{name}.py" for name in asked_for.split()} == set()
 
 

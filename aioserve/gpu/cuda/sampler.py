@@ -19,9 +19,10 @@ from aioserve.outputs import TokenLogprobs, Vector
 from aioserve.params import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS, SamplingParams
 from aioserve.runner.adapters import TokenAdapters
 from aioserve.runner.attention.backend import IntArray
+from aioserve.runner.batch.logits_edits import BAD, LogitsEdits
 from aioserve.runner.batch.masks import Masks
 from aioserve.runner.batch.prompt_rows import WantedLogprobs, WantedStates
-from aioserve.runner.batch.sampling_columns import BAD, NO_LOGPROBS, LogitsEdits, has_penalties
+from aioserve.runner.batch.sampling_columns import NO_LOGPROBS
 from aioserve.runner.interface import NOT_FINITE
 from aioserve.runner.served_model import Halves
 from aioserve.scheduler.output import NewRequestData
@@ -185,10 +186,10 @@ class DeviceSampler:
         is_drawn = sampling.temperature > 0
         has_drawn = bool(np.count_nonzero(is_drawn))
         extras: dict[str, Words] = {}
-        penalized = [data for data in new if has_penalties(data.sampling_params)]
+        penalized = [data for data in new if data.sampling_params.has_penalties]
         if penalized:
             extras |= _seen_tokens(penalized, slots, self.vocab_size)
-        has_any = any(has_penalties(edit.params) for edit in edits.values())
+        has_any = any(edit.params.has_penalties for edit in edits.values())
         extras |= _recent_tokens(new, slots)
         if has_any:
             extras["penalties"] = _penalty_columns(

@@ -16,7 +16,6 @@ from torch import Tensor
 from aioserve.kernels.tokens import ChosenTokens, RowDraws, load_chooser
 from aioserve.outputs import TokenLogprobs
 from aioserve.runner.attention.backend import IntArray
-from aioserve.runner.batch import sampling_columns
 from aioserve.runner.batch.sampling_columns import NO_LOGPROBS, SamplingInputs
 from aioserve.runner.interface import step_failed, why_unsound
 
@@ -51,9 +50,6 @@ def token_logprobs(
 
 
 FloatArray = npt.NDArray[np.float32]
-
-NOISE_ELEMENTS = 1 << 16  # hashed at a time: what stays in a core's cache
-TOP_P_CANDIDATES = 1024  # sorted first; a row whose mass is spread wider sorts its vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +129,10 @@ def _choose_from(logits: Tensor, inputs: SamplingInputs) -> ChosenTokens:
         is_random = inputs.temperature > 0
         chosen = chosen._replace(is_open=is_random & np.isfinite(chosen.best))
     if (is_open := chosen.is_open) is not None and is_open.any():
+        from aioserve.runner.cpu.draws import draw
+
         rows = logits[torch.from_numpy(is_open)]
-        chosen.token_ids[is_open] = _choose_randomly(rows, inputs.take(is_open))
+        chosen.token_ids[is_open] = draw(rows, inputs.take(is_open))
     return chosen
 
 
@@ -149,103 +147,9 @@ def _best(logits: Tensor) -> ChosenTokens:
     row.
     """
     values = logits.numpy()
-    token_ids = _argmax(values)
+    token_ids: IntArray = values.argmax(axis=-1)  # torch's took 6 times as long
     best = values[np.arange(len(token_ids)), token_ids]
     return ChosenTokens(token_ids, best, None, bool(np.isfinite(best).all()))
-
-
-def _argmax(values: FloatArray) -> IntArray:
-    """Return the first of the largest. By numpy: torch's took 6 times as long, 16 times in
-    bfloat16.
-    """
-    chosen: IntArray = values.argmax(axis=-1)
-    return chosen
-
-
-def _choose_randomly(logits: Tensor, inputs: SamplingInputs) -> IntArray:
-    """Temperature, top-k, top-p, min-p, and a draw, for rows that are all random; float32."""
-    # the most likely token becomes 0, so that no temperature, however small, can overflow
-    logits = logits - logits.amax(dim=-1, keepdim=True)
-    logits /= torch.from_numpy(inputs.temperature)[:, None]
-    keys = sampling_columns.row_keys(inputs.seeds, inputs.num_tokens)
-    with np.errstate(divide="ignore"):
-        floor = torch.from_numpy(np.log(inputs.min_p))  # min-p as a bound on logits
-    token_ids = np.empty(len(keys), dtype=np.int64)
-    limited = (inputs.top_k > 0) | (inputs.top_p < 1)
-    for rows, draw in ((~limited, _draw_from_all), (limited, _draw_from_most_likely)):
-        if rows.any():
-            which = torch.from_numpy(rows)
-            token_ids[rows] = draw(logits[which], keys[rows], floor[which], inputs.take(rows))
-    return token_ids
-
-
-def _draw_from_all(
-    logits: Tensor, keys: sampling_columns.Words, floor: Tensor, inputs: SamplingInputs
-) -> IntArray:
-    """Draw a token for each row from the whole vocabulary."""
-    logits = logits.masked_fill_(logits < floor[:, None], float("-inf"))
-    vocabulary = np.arange(logits.shape[1], dtype=np.uint32)
-    step = max(1, NOISE_ELEMENTS // logits.shape[1])
-    chosen = [
-        _argmax(
-            (logits[begin : begin + step] + _gumbel(keys[begin : begin + step], vocabulary)).numpy()
-        )
-        for begin in range(0, len(keys), step)
-    ]
-    return np.concatenate(chosen)
-
-
-def _draw_from_most_likely(
-    logits: Tensor, keys: sampling_columns.Words, floor: Tensor, inputs: SamplingInputs
-) -> IntArray:
-    """Draw from the tokens that top-k and top-p leave.
-
-    Both keep every token that is at least as likely as the last one kept, as top-k does in
-    transformers: the choice among equals must not depend on how the rows of a batch are sorted.
-    """
-    vocab_size = logits.shape[1]
-    wanted = np.where(inputs.top_k > 0, inputs.top_k + 1, TOP_P_CANDIDATES)
-    num_candidates = min(vocab_size, int(wanted.max()))
-    token_ids = np.empty(len(keys), dtype=np.int64)
-    pending = np.arange(len(keys))
-    while len(pending):
-        which = torch.from_numpy(pending)
-        rows = inputs.take(pending)
-        values, candidates = logits[which].topk(num_candidates)
-        lowest = _lowest_kept(values, logits[which], rows)
-        # equals of the last token kept may lie beyond the candidates
-        complete = (values[:, -1] < lowest).numpy() | (num_candidates == vocab_size)
-        scores = values + _gumbel(keys[pending], candidates.numpy().astype(np.uint32))
-        scores.masked_fill_(values < torch.maximum(lowest, floor[which])[:, None], float("-inf"))
-        chosen = candidates.gather(1, scores.argmax(dim=1, keepdim=True))[:, 0].numpy()
-        token_ids[pending[complete]] = chosen[complete]
-        pending, num_candidates = pending[~complete], vocab_size
-    return token_ids
-
-
-def _lowest_kept(values: Tensor, logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Return the smallest logit [N] that top-k, then top-p, keep; `values` [N, K] are sorted,
-    falling.
-    """
-    num_candidates = values.shape[1]
-    top_k = torch.from_numpy(inputs.top_k)
-    last = torch.where(top_k > 0, top_k, num_candidates).clamp(max=num_candidates) - 1
-    kept = values >= values.gather(1, last[:, None])
-    weights = values.double().exp() * kept
-    mass = weights.cumsum(dim=1)
-    all_mass = torch.where(top_k > 0, mass[:, -1], logits.double().exp().sum(dim=1))
-    top_p = torch.from_numpy(inputs.top_p).double()
-    target = torch.where(top_p < 1, top_p * all_mass, float("inf"))
-    kept &= mass - weights < target[:, None]  # what comes before a token lacks mass
-    return values.gather(1, (kept.sum(dim=1, keepdim=True) - 1).clamp(min=0))[:, 0]  # one at least
-
-
-def _gumbel(keys: sampling_columns.Words, token_ids: sampling_columns.Words) -> Tensor:
-    """Noise [N, V] that makes argmax(logits + noise) a draw from softmax(logits) (Gumbel-max)."""
-    uniform = torch.from_numpy(
-        sampling_columns.uniform(sampling_columns.hash_tokens(keys, token_ids))
-    )
-    return uniform.log_().neg_().log_().neg_()
 
 
 # Sampling that goes on when something raises: row after row, and a row that raises fails alone.
