@@ -100,17 +100,17 @@ def test_a_comparison_says_in_one_line_what_is_wrong(
     assert printed.out == ""
 
 
-def test_a_server_and_the_kit_say_it_as_well(folder: Path) -> None:
+def test_a_server_and_the_kit_say_it_as_well(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     body, message = MISTAKES["raised in __init__"]
     (folder / "mine.py").write_text(HEAD + body)
-    python = sys.executable
-    words = ("serve", "--policy", "mine.py", "--runner", "simulated", "--port", "0")
-    served = processes.run(python, "-m", "aioserve", *words, cwd=folder)
-    assert served.returncode == 1
-    assert message in served.stderr.splitlines()[-1]
-    assert "Traceback" not in served.stderr
+    assert main(["serve", "--policy", "mine.py", "--runner", "simulated", "--port", "0"]) == 1
+    said = capfd.readouterr().err
+    assert message in said.splitlines()[-1]
+    assert "Traceback" not in said
     tested = processes.run(
-        *(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:schemathesis"),
+        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:schemathesis"),
         "--aioserve-policy=mine.py",
         cwd=folder,
     )

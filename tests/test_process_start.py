@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def chat(url: str) -> int:
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}).encode()
     request = urllib.request.Request(f"{url}/v1/chat/completions", body, JSON)
     with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        assert json.load(answer)["usage"]["completion_tokens"] == 2
         return int(answer.status)
 
 
@@ -129,20 +131,37 @@ def test_a_signal_at_any_moment_of_the_start_ends_it_with_exit_code_0(
         assert "Traceback" not in process.stderr.read()
 
 
-def test_a_template_process_that_stands_still_costs_one_conversation() -> None:
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with serving(*SIMULATED, is_shared=True) as server:
+        yield server
+
+
+def test_a_simulated_server_answers_without_torch(
+    server: tuple[subprocess.Popen[str], str],
+) -> None:
+    process, url = server
+    assert chat(url) == 200
+    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "uvloop" in maps
+    assert "torch" not in maps
+
+
+def test_a_template_process_that_stands_still_costs_one_conversation(
+    server: tuple[subprocess.Popen[str], str],
+) -> None:
     """Those behind it are served by a new process; text prompts are served meanwhile."""
-    with serving(*SIMULATED) as (process, url):
-        read_lines(process)
-        assert chat(url) == 200
-        for child in psutil.Process(process.pid).children():
-            if any("template" in word for word in child.cmdline()):
-                child.suspend()
-        with ThreadPoolExecutor(4) as pool:
-            asked = [pool.submit(chat, url) for _ in range(4)]
-            refused = [error for one in asked if (error := one.exception()) is not None]
-        (error,) = refused
-        assert isinstance(error, urllib.error.HTTPError)
-        with error:
-            assert error.code == 503
-            assert int(error.headers["Retry-After"]) >= 1
-            assert json.load(error)["error"]["code"] == "template_stalled"
+    process, url = server
+    assert chat(url) == 200
+    for child in psutil.Process(process.pid).children():
+        if any("template" in word for word in child.cmdline()):
+            child.suspend()
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(chat, url) for _ in range(4)]
+        refused = [error for one in asked if (error := one.exception()) is not None]
+    (error,) = refused
+    assert isinstance(error, urllib.error.HTTPError)
+    with error:
+        assert error.code == 503
+        assert int(error.headers["Retry-After"]) >= 1
+        assert json.load(error)["error"]["code"] == "template_stalled"

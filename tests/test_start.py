@@ -10,7 +10,6 @@ import subprocess
 import sys
 import termios
 import threading
-import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import pytest
 from aioserve.config import ModelConfig
 from aioserve.model_source.info import ModelInfo
 from aioserve.support.progress import BAR, BesideBars, show_no_bars, stage
-from tests.processes import PATIENCE, serving, started, until
+from tests.processes import PATIENCE, started, until
 
 ROOT = Path(__file__).parents[1]
 TITLES = ["Loading weights", "Trying layers", "Checking fused layers", "Laying out weights"]
@@ -54,19 +53,6 @@ def test_a_python_without_the_packages_says_in_a_line_what_to_type(words: list[s
     lacks = f"aioserve: error: {sys.executable} lacks the package 'msgspec'"
     assert result.stderr == f"{lacks}: {make}{python} -m aioserve has all that it needs\n"
     assert (result.returncode, result.stdout) == (1, "")
-
-
-def test_a_simulated_server_answers_without_torch() -> None:
-    with serving("--runner", "simulated") as (process, url):
-        body = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}'
-        chat = urllib.request.Request(
-            url + "/v1/chat/completions", body, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(chat) as answer:
-            assert b'"completion_tokens":2' in answer.read()
-        maps = Path(f"/proc/{process.pid}/maps").read_text()
-    assert "uvloop" in maps
-    assert "torch" not in maps
 
 
 def test_a_process_beside_the_first_shows_no_bars(monkeypatch: pytest.MonkeyPatch) -> None:

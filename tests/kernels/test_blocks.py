@@ -6,6 +6,7 @@ result.
 What a format's bytes mean is `tests/model_source/test_quantized.py`.
 """
 
+from collections.abc import Callable
 from ctypes import c_int64
 from threading import Thread
 
@@ -30,6 +31,25 @@ ROWS = [*range(8), 13, 14, 15, 16, 17, 37, 200]
 
 def random_rows(rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def int8_linear(
+    kernels: Kernels,
+    weights: list[QuantizedWeight],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
+) -> BlockLinear:
+    """A product whose rows are quantized to int8."""
+    linear = BlockLinear.of(kernels, weights, bias, dtype, out_dtype)
+    linear.quantize_rows()
+    return linear
+
+
+#: Products with rows as they are, and with rows of int8.
+BOTH_WAYS = pytest.mark.parametrize(
+    "make", [BlockLinear.of, int8_linear], ids=["as they are", "int8"]
+)
 
 
 def whole_rows(x: Tensor) -> Tensor:
@@ -81,14 +101,15 @@ def test_a_row_in_whole_numbers_lost_little_beside_its_own_rounding() -> None:
     assert float(lost / (x - exact).square().sum()) < 1 / 1000
 
 
+@BOTH_WAYS
 def test_what_is_not_a_number_stays_in_its_row_and_output(
-    kernels: Kernels, dtype: torch.dtype
+    kernels: Kernels, dtype: torch.dtype, make: Callable[..., BlockLinear]
 ) -> None:
     weight, x = random_weight("Q8_0", 40, 64), random_rows(40, 64, dtype)
     x[1, 3], x[2, 5] = float("nan"), float("inf")
     scale = torch.tensor([float("inf")], dtype=torch.float16).view(torch.uint8)
     weight.data[2, :2] = scale
-    found = BlockLinear.of(kernels, [weight], None, dtype)(x)
+    found = make(kernels, [weight], None, dtype)(x)
     assert not bool(found[1:3].isfinite().any())
     assert not bool(found[:, 2].isfinite().any())
     rest = torch.ones(40, 40, dtype=torch.bool)
@@ -96,34 +117,39 @@ def test_what_is_not_a_number_stays_in_its_row_and_output(
     assert bool(found[rest].isfinite().all())
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
 def test_a_row_gets_the_same_bits_beside_any_others_and_with_any_number_of_threads(
-    kernels: Kernels, dtype: torch.dtype, kind: str
+    kernels: Kernels, dtype: torch.dtype, kind: str, make: Callable[..., BlockLinear]
 ) -> None:
-    linear = BlockLinear.of(kernels, [random_weight(kind, 450, 512)], None, dtype)
-    x = random_rows(200, 512, dtype)
+    inputs = 1024 if make is int8_linear else 512
+    linear = make(kernels, [random_weight(kind, 450, inputs)], None, dtype)
+    x = random_rows(200, inputs, dtype)
     threads, alone = torch.get_num_threads(), torch.cat([linear(row[None]) for row in x])
     many = linear(x)
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
             for rows in ROWS:
-                expected = many if is_rounded(kernels, rows, dtype) else alone
+                rounds = make is not int8_linear and is_rounded(kernels, rows, dtype)
+                expected = many if rounds else alone
                 assert torch.equal(linear(x[200 - rows :]), expected[200 - rows :]), rows
     finally:
         torch.set_num_threads(threads)
 
 
-def test_weights_of_several_formats_share_one_product(kernels: Kernels, dtype: torch.dtype) -> None:
-    weights = [
-        random_weight(*of) for of in (("Q4_K", 70, 256), ("Q8_0", 33, 256), ("Q6_K", 1, 256))
-    ]
-    bias, x = random_rows(1, 104, dtype)[0], random_rows(40, 256, dtype)
-    both = BlockLinear.of(kernels, weights, bias, dtype)
-    parts = zip(weights, bias.split([70, 33, 1]), strict=True)
-    alone = [BlockLinear.of(kernels, [weight], part, dtype) for weight, part in parts]
+@BOTH_WAYS
+def test_weights_of_several_formats_share_one_product(
+    kernels: Kernels, dtype: torch.dtype, make: Callable[..., BlockLinear]
+) -> None:
+    sizes = (("Q4_K", 70, 256), ("Q8_0", 33, 256), ("Q6_K", 1, 256), ("uint4/128", 20, 256))
+    weights = [random_weight(*of) for of in sizes]
+    bias, x = random_rows(1, 124, dtype)[0], random_rows(40, 256, dtype)
+    both = make(kernels, weights, bias, dtype)
+    parts = zip(weights, bias.split([70, 33, 1, 20]), strict=True)
+    alone = [make(kernels, [weight], part, dtype) for weight, part in parts]
     for rows in (1, 3, 5, 40):
-        room = torch.full((rows + 1, 104), 7.0, dtype=dtype)
+        room = torch.full((rows + 1, 124), 7.0, dtype=dtype)
         kernels.linear(both.packed, x[:rows], room)
         assert torch.equal(room[:rows], torch.cat([linear(x[:rows]) for linear in alone], dim=1))
         assert bool((room[rows] == 7).all())

@@ -2,38 +2,18 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from aioserve.features.quantized import FORMATS, quantize, quantized_weight
 from aioserve.kernels import Kernels, usable_variants
-from aioserve.model_source.quantized_weight import QuantizedWeight
-from aioserve.runner.cpu.products import BlockLinear
 from tests.blocks import random_weight
 from tests.int8_activations import int8_rows, quantized_rows
+from tests.kernels.test_blocks import TOLERANCE, int8_linear, random_rows
 
 if not usable_variants():
     pytest.skip("the kernels were not built", allow_module_level=True)
 
-# Sums in float32, and one rounding of the result; as in test_products.py.
-TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ROWS = [*range(8), 16, 37, 200]
 KINDS = [*FORMATS, "int8/64", "int4/128", "uint4/64", "uint8/512"]
-
-
-def random_rows(rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-
-def int8_linear(
-    kernels: Kernels,
-    weights: list[QuantizedWeight],
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> BlockLinear:
-    linear = BlockLinear.of(kernels, weights, bias, dtype, out_dtype)
-    linear.quantize_rows()
-    return linear
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,7 +24,7 @@ def test_products_are_those_of_the_unpacked_weight_with_rows_of_int8(
     x[:, 64:96] *= 2**-9  # in a scale of their own
     x[5, :32] = 0
     bias = random_rows(1, 150, dtype)[0]
-    linear = int8_linear(kernels, [weight], dtype, bias)
+    linear = int8_linear(kernels, [weight], bias, dtype)
     rows_, unpacked = int8_rows(x), weight.dequantize(torch.float32).double()
     for rows in ROWS:
         expected = rows_[:rows] @ unpacked.T + bias.double()
@@ -71,7 +51,7 @@ def test_the_largest_sums_do_not_saturate(kernels: Kernels, bits: int, sign: int
     )
     x = torch.full((10, 512), 127.0 * sign)
     x[1::2] *= torch.randint(0, 2, (5, 512), generator=random) * 2 - 1
-    found = int8_linear(kernels, [weight], torch.float32)(x)
+    found = int8_linear(kernels, [weight], None, torch.float32)(x)
     assert torch.equal(found, x @ (codes - (1 << bits - 1)).float().T)  # below 2^24: exact
 
 
@@ -80,7 +60,7 @@ def test_every_instruction_set_gives_the_same_bits(dtype: torch.dtype, kind: str
     """Without fused multiply-adds, sums of blocks are rounded twice."""
     weight, x = random_weight(kind, 150, 512), random_rows(40, 512, dtype)
     found = {
-        variant: int8_linear(Kernels(variant), [weight], dtype, out_dtype=torch.float32)(x)
+        variant: int8_linear(Kernels(variant), [weight], None, dtype, out_dtype=torch.float32)(x)
         for variant in usable_variants()
     }
     first = next(iter(found.values()))
@@ -98,40 +78,10 @@ def test_integers_of_every_instruction_set_are_the_same(kernels: Kernels) -> Non
     x.clamp_(-127 / 16, 127 / 16)
     weight = torch.randint(-127, 128, (70, 256), generator=random).float()
     weight.view(70, 8, 32)[:, :, 5] = 127
-    found = int8_linear(kernels, [quantize(weight, "Q8_0")], torch.float32)(x)
+    found = int8_linear(kernels, [quantize(weight, "Q8_0")], None, torch.float32)(x)
     bytes_, scales = quantized_rows(x)
     assert bool((scales == 1 / 16).all())
     assert torch.equal(found, bytes_.view(20, 256).double().matmul(weight.double().T).float() / 16)
-
-
-@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
-def test_a_row_gets_the_same_bits_beside_any_others_and_with_any_number_of_threads(
-    kernels: Kernels, dtype: torch.dtype, kind: str
-) -> None:
-    linear = int8_linear(kernels, [random_weight(kind, 450, 1024)], dtype)
-    x = random_rows(200, 1024, dtype)
-    threads, alone = torch.get_num_threads(), torch.cat([linear(row[None]) for row in x])
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            for rows in ROWS:
-                assert torch.equal(linear(x[200 - rows :]), alone[200 - rows :]), rows
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_what_is_not_a_number_stays_in_its_row_and_output(
-    kernels: Kernels, dtype: torch.dtype
-) -> None:
-    weight, x = random_weight("Q8_0", 40, 64), random_rows(40, 64, dtype)
-    x[1, 3], x[2, 5] = float("nan"), float("inf")
-    weight.data[2, :2] = torch.tensor([float("inf")], dtype=torch.float16).view(torch.uint8)
-    found = int8_linear(kernels, [weight], dtype)(x)
-    assert not bool(found[1:3].isfinite().any())
-    assert not bool(found[:, 2].isfinite().any())
-    rest = torch.ones(40, 40, dtype=torch.bool)
-    rest[1:3], rest[:, 2] = False, False
-    assert bool(found[rest].isfinite().all())
 
 
 def test_numbers_that_are_far_too_small_become_nothing(kernels: Kernels) -> None:
@@ -139,20 +89,6 @@ def test_numbers_that_are_far_too_small_become_nothing(kernels: Kernels) -> None
     weight, x = random_weight("Q8_0", 40, 64), random_rows(3, 64, torch.float32)
     x[1] *= 2.0**-110
     x[2] = 1e-45
-    found = int8_linear(kernels, [weight], torch.float32)(x)
+    found = int8_linear(kernels, [weight], None, torch.float32)(x)
     assert bool(found[0].any())
     assert not bool(found[1:].any())
-
-
-def test_weights_of_several_formats_share_one_product(kernels: Kernels, dtype: torch.dtype) -> None:
-    sizes = (("Q4_K", 70, 256), ("Q8_0", 33, 256), ("Q6_K", 1, 256), ("uint4/128", 20, 256))
-    weights = [random_weight(*of) for of in sizes]
-    bias, x = random_rows(1, 124, dtype)[0], random_rows(40, 256, dtype)
-    both = int8_linear(kernels, weights, dtype, bias)
-    parts = zip(weights, bias.split([70, 33, 1, 20]), strict=True)
-    alone = [int8_linear(kernels, [weight], dtype, part) for weight, part in parts]
-    for rows in (1, 3, 5, 40):
-        room = torch.full((rows + 1, 124), 7.0, dtype=dtype)
-        kernels.linear(both.packed, x[:rows], room)
-        assert torch.equal(room[:rows], torch.cat([linear(x[:rows]) for linear in alone], dim=1))
-        assert bool((room[rows] == 7).all())

@@ -6,15 +6,16 @@ floats do, and by a step where a weight is so near a tie that the kernel may rou
 what those steps are worth at most is added to the tolerance.
 """
 
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels, usable_variants
-from tests.kernels.test_paged_attention import MIXED, Step
+from tests.kernels.test_paged_attention import MIXED, Step, with_images
+from tests.kernels.test_paged_attention import make_step as make_step_of
 
 if not usable_variants():
     pytest.skip("the kernels were not built", allow_module_level=True)
@@ -25,32 +26,7 @@ SUMMING = 2e-5  # of float32 sums and of powers of two, relative to the sum of s
 NEAR_A_TIE = 5e-3  # steps
 TOGETHER = 32  # positions whose weights share a scale
 
-
-def make_step(
-    rows: list[tuple[int, int]],
-    dtype: torch.dtype = torch.float32,
-    heads: tuple[int, int] = (6, 2),
-    dims: tuple[int, int] = (64, 64),
-    block_size: int = 16,
-) -> Step:
-    generator = torch.Generator().manual_seed(len(rows))
-    width = max(-(-length // block_size) for _, length in rows)
-    num_blocks = width * len(rows)
-    table = torch.randperm(num_blocks, generator=generator).int().view(len(rows), width)
-    caches = []
-    for dim in dims:
-        shape = (num_blocks, heads[1], block_size)
-        codes = torch.randint(-127, 128, (*shape, dim), generator=generator).to(torch.int8)
-        scales = (torch.rand(*shape, 1, generator=generator) + 0.5) / 40
-        for blocks, (_, length) in zip(table.tolist(), rows, strict=True):
-            for column, block in enumerate(blocks):
-                scales[block, :, max(0, length - column * block_size) :] = float("nan")
-        caches.append(torch.cat((codes, scales.view(torch.int8)), dim=-1))
-    new = [tokens for tokens, _ in rows]
-    query = torch.randn(sum(new), heads[0], dims[0], generator=generator).to(dtype)
-    starts = torch.from_numpy(np.cumsum([0, *new]))
-    lengths = torch.tensor([length for _, length in rows])
-    return Step(query, caches[0], caches[1], table, starts, lengths)
+make_step = partial(make_step_of, as_codes=True)
 
 
 def of_row(cache: Tensor, blocks: Tensor, length: int, group: int) -> tuple[Tensor, Tensor]:
@@ -161,14 +137,7 @@ def test_any_multiple_of_16_and_any_group_is_served(
 
 
 def test_tokens_that_see_ahead_see_what_float64_sees(kernels: Kernels) -> None:
-    """The second half of each row's new tokens see each other, but for the last of many."""
-    step, ends = make_step(MIXED), []
-    counts = step.query_start_loc.diff().tolist()
-    for tokens, length in zip(counts, step.seq_lens.tolist(), strict=True):
-        own = torch.arange(length - tokens, length) + 1
-        own[tokens // 2 : tokens - tokens // 10] = length - tokens // 10
-        ends.append(own)
-    step = step._replace(ends=torch.cat(ends))
+    step = with_images(make_step(MIXED))
     assert_as_expected(step, step.run(kernels))
 
 
@@ -204,22 +173,6 @@ def test_equal_scores_give_the_exact_mean_of_seen_codes(kernels: Kernels) -> Non
     out = step.run(kernels).double()
     for row, own in enumerate(out.split(step.query_start_loc.diff().tolist())):
         torch.testing.assert_close(own, means_of_seen(step, row), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("window", [None, 100])
-def test_a_row_gets_the_same_bits_alone_and_with_any_number_of_threads(
-    kernels: Kernels, window: int | None
-) -> None:
-    step = make_step(MIXED, torch.bfloat16)
-    together = step.run(kernels, sliding_window=window)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert torch.equal(step.run(kernels, sliding_window=window), together)
-    finally:
-        torch.set_num_threads(threads)
-    alone = [step.run(kernels, slice(row, row + 1), sliding_window=window) for row in range(6)]
-    assert torch.equal(torch.cat(alone), together)
 
 
 @pytest.mark.parametrize(("heads", "block_size"), [((6, 2), 16), ((9, 1), 200)])

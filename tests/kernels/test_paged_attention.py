@@ -60,10 +60,12 @@ class Step(NamedTuple):
 
 def make_step(
     rows: list[tuple[int, int]],
-    dtype: torch.dtype,
+    dtype: torch.dtype = torch.float32,
     heads: tuple[int, int] = (6, 2),
     dims: tuple[int, int] = (64, 64),
     block_size: int = 16,
+    *,
+    as_codes: bool = False,
 ) -> Step:
     generator = torch.Generator().manual_seed(len(rows))
     width = max(-(-length // block_size) for _, length in rows)
@@ -71,11 +73,18 @@ def make_step(
     table = torch.randperm(num_blocks, generator=generator).int().view(len(rows), width)
     caches = []
     for dim in dims:
-        cache = torch.randn(num_blocks, heads[1], block_size, dim, generator=generator)
+        shape = (num_blocks, heads[1], block_size)
+        if as_codes:
+            codes = torch.randint(-127, 128, (*shape, dim), generator=generator).to(torch.int8)
+            numbers = (torch.rand(*shape, 1, generator=generator) + 0.5) / 40  # their scales
+        else:
+            numbers = torch.randn(*shape, dim, generator=generator)
         for blocks, (_, length) in zip(table.tolist(), rows, strict=True):
             for column, block in enumerate(blocks):
-                cache[block, :, max(0, length - column * block_size) :] = float("nan")
-        caches.append(cache.to(dtype))
+                numbers[block, :, max(0, length - column * block_size) :] = float("nan")
+        caches.append(
+            torch.cat((codes, numbers.view(torch.int8)), -1) if as_codes else numbers.to(dtype)
+        )
     new = [tokens for tokens, _ in rows]
     query = torch.randn(sum(new), heads[0], dims[0], generator=generator).to(dtype)
     return Step(
@@ -156,12 +165,16 @@ def test_any_multiple_of_16_and_any_group_is_served(
         assert_close_to_reference(step, step.run(kernels))
 
 
-@DTYPES
+@pytest.mark.parametrize(
+    ("dtype", "as_codes"),
+    [*((dtype, False) for dtype in TOLERANCE), (torch.bfloat16, True)],
+    ids=["f32", "bf16", "f16", "codes"],
+)
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_row_gets_the_same_bits_alone_and_with_any_number_of_threads(
-    kernels: Kernels, dtype: torch.dtype, window: int | None
+    kernels: Kernels, dtype: torch.dtype, as_codes: bool, window: int | None
 ) -> None:
-    step = make_step(MIXED, dtype)
+    step = make_step(MIXED, dtype, as_codes=as_codes)
     together = step.run(kernels, sliding_window=window)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -238,10 +239,9 @@ def test_whose_steps_tables_are_is_stated_and_not_read_from_words(tmp_path: Path
     ],
 )
 def test_a_card_that_there_is_not_is_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, refused: Callable[[list[str], str], None]
 ) -> None:
-    assert main(["compare", "fcfs", "--workload", "mixed", *words]) != 0
-    assert message in capsys.readouterr().err
+    refused(["compare", "fcfs", "--workload", "mixed", *words], message)
 
 
 def test_the_simulated_pool_is_that_of_the_card() -> None:
@@ -463,10 +463,9 @@ def test_a_fleet_of_two_cards_is_multiplied_whole(tmp_path: Path) -> None:
     ],
 )
 def test_a_search_for_replicas_refuses_what_it_would_not_use(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, refused: Callable[[list[str], str], None]
 ) -> None:
-    assert main(["search", "fcfs", *words, *SEARCH]) != 0
-    assert message in capsys.readouterr().err
+    refused(["search", "fcfs", *words, *SEARCH], message)
 
 
 def test_recorded_traffic_is_replayed_on_a_card(
@@ -506,12 +505,9 @@ def test_recorded_traffic_is_replayed_on_a_card(
     ],
 )
 def test_a_card_is_refused_where_it_means_nothing(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, refused: Callable[[list[str], str], None]
 ) -> None:
-    assert main([*words, "--card", READY]) == 2
-    error = capsys.readouterr().err
-    assert f"--card plays no part here: {message}" in error
-    assert error.count("\n") == 1
+    refused([*words, "--card", READY], f"--card plays no part here: {message}")
 
 
 @pytest.mark.slow  # every workload of the standard, three times

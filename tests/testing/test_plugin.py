@@ -115,19 +115,24 @@ def test_a_sound_policy_passes_in_an_empty_folder_whatever_it_is_called(tmp_path
     )
 
 
-@pytest.mark.parametrize("spec", mostly_slow(["mine:Bad", "mine.py:Bad"], but=["mine:Bad"]))
+@pytest.mark.slow  # quick: tests/lab/certify/test_check.py, which asks the same of `check`
+@pytest.mark.parametrize("spec", ["mine:Bad", "mine.py:Bad"])
 def test_a_broken_policy_fails_on_a_screen_with_a_program_that_shows_it(
     tmp_path: Path, spec: str
 ) -> None:
     code, output = run_pytest(tmp_path, f"--aioserve-policy={spec}")
     assert code == 1, output
+    assert_told_on_a_screen(output, tmp_path)
+
+
+def assert_told_on_a_screen(output: str, folder: Path) -> None:
+    """What `Bad` does wrong, with a program that shows it in `folder`."""
     assert "finish_requests must return a list of the ids that ended, got None" in output
-    assert re.search(r"1 failed, .*\b[345]\d skipped", output), output[
-        -700:
-    ]  # the same would be said again and again
+    # the same would be said again and again
+    assert re.search(r"1 failed, .*\b[345]\d skipped", output), output[-700:]
     assert len(output.splitlines()) <= 40, output
     program = output.split("To reproduce:")[1].split("====")[0]
-    result = processes.run(sys.executable, "-c", program, cwd=tmp_path)
+    result = processes.run(sys.executable, "-c", program, cwd=folder)
     assert "finish_requests must return a list" in result.stderr
 
 
@@ -161,20 +166,15 @@ def test_a_contract_in_a_file_of_ones_own_is_told_the_same_way(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_options_reach_the_policy_and_wrong_ones_are_named(tmp_path: Path) -> None:
+def test_options_reach_the_policy(tmp_path: Path) -> None:
     arguments = ("--aioserve-policy=mine:Good", "--aioserve-policy-options")
     assert run_pytest(tmp_path, *arguments, '{"most": 5}')[0] == 0
-    for options, message in (
-        ('{"moist": 5}', "moist"),
-        ("[5]", "a JSON object is needed"),
-    ):
-        code, output = run_pytest(tmp_path, *arguments, options)
-        assert code == pytest.ExitCode.USAGE_ERROR
-        assert message in output
 
 
 BAD_WORDS = [
     (GOOD, ("--aioserve-policy=fcsf",), "unknown policy 'fcsf'"),
+    (GOOD, ("--aioserve-policy=mine.py:Good", '--aioserve-policy-options={"moist": 5}'), "moist"),
+    (GOOD, ("--aioserve-policy-options=[5]",), "a JSON object is needed"),
     (
         FORMATS,
         ("--aioserve-format=hermse",),
@@ -199,13 +199,23 @@ BAD_WORDS = [
 ]
 
 
-@pytest.mark.parametrize(("mine", "words", "said"), mostly_slow(BAD_WORDS, but=BAD_WORDS[:1]))
+@pytest.mark.parametrize(("mine", "words", "said"), BAD_WORDS)
 def test_an_unknown_name_or_option_is_a_usage_error(
-    mine: str, words: tuple[str, ...], said: str, tmp_path: Path
+    mine: str,
+    words: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, output = run_pytest(tmp_path, *words, mine=mine)
-    assert code == pytest.ExitCode.USAGE_ERROR
-    assert said in output
+    """In this process: such a run ends before it collects anything."""
+    (tmp_path / "mine.py").write_text(mine)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    own = ["-s", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "aioserve.testing.plugin"]
+    assert pytest.main([*own, *words]) == pytest.ExitCode.USAGE_ERROR
+    assert said in capsys.readouterr().err
 
 
 SOUND = [

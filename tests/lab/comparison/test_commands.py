@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -259,14 +260,9 @@ def test_a_sweep_over_rates_draws_attainment_and_goodput_of_several_policies(
     ],
 )
 def test_a_sweep_refuses_what_would_do_nothing(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, refused: Callable[[list[str], str], None]
 ) -> None:
-    try:
-        code: object = main(["sweep", CHUNKED, *words, *SMALL])
-    except SystemExit as end:
-        code = end.code
-    assert code == 2
-    assert message in capsys.readouterr().err
+    refused(["sweep", CHUNKED, *words, *SMALL], message)
 
 
 def test_a_sweep_says_where_two_values_do_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,16 +344,9 @@ def test_live_runs_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, refused: Callable[[list[str], str], None]
 ) -> None:
-    try:
-        code: object = main(words)
-    except SystemExit as error:
-        code = error.code
-    printed = capsys.readouterr().err
-    assert code == 2
-    assert message in printed
-    assert printed.count("\n") == 1
+    refused(words, message)
 
 
 RAISING = """

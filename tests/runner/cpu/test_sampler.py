@@ -1,10 +1,8 @@
 """Sampling against slow plain references, one row at a time."""
 
-import json
 import math
 import os
 import random
-import sys
 from collections import Counter
 from typing import Any
 
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioserve.kernels import usable_variants
+from aioserve.kernels import load_kernels, usable_variants
 from aioserve.kernels.tokens import RowDraws, load_chooser
 from aioserve.outputs import TokenLogprobs
 from aioserve.params import SamplingParams
@@ -20,7 +18,6 @@ from aioserve.runner.batch import sampling_columns
 from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.cpu import sampler
 from aioserve.scheduler.output import NewRequestData
-from tests import processes
 
 # Where kernels serve, a library that is stale or was not built is a failure.
 needs_kernels = pytest.mark.skipif(
@@ -381,15 +378,19 @@ def tokens_of_many_kinds() -> list[list[int]]:
 
 
 @needs_kernels
-def test_tokens_are_the_same_without_the_compiled_library() -> None:
-    program = "import json; from tests.runner.cpu.test_sampler import tokens_of_many_kinds as f"
-    without = processes.run(
-        *(sys.executable, "-c", f"{program}; print(json.dumps(f()))"),
-        env={**os.environ, "AIOSERVE_KERNELS": "off"},
-        check=True,
-    )
+def test_tokens_are_the_same_without_the_compiled_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_chooser() is not None
-    assert tokens_of_many_kinds() == json.loads(without.stdout.splitlines()[-1])
+    expected = tokens_of_many_kinds()
+    try:
+        with monkeypatch.context() as without:
+            without.setenv("AIOSERVE_KERNELS", "off")
+            load_kernels.cache_clear()
+            load_chooser.cache_clear()
+            assert load_chooser() is None
+            assert tokens_of_many_kinds() == expected
+    finally:
+        load_kernels.cache_clear()
+        load_chooser.cache_clear()
 
 
 @needs_kernels
