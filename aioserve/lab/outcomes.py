@@ -4,19 +4,18 @@ The columns of the CSV are arrival_s, client, prompt_tokens, output_tokens, ttft
 Holds for servers that run the prompts of a round as one step of their own, while decodes wait.
 """
 
-import csv
-import gzip
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from aioserve.errors import ConfigError, one_line
+from aioserve.errors import ConfigError
+from aioserve.lab.workloads.traces import read_table
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
 from aioserve.runner.step_times import StepTimeModel
 
@@ -50,32 +49,11 @@ def read_outcomes(path: str | Path, *, extra_prompt_tokens: int = 0) -> list[Out
     than the file says (what a server puts around a prompt). A file whose name ends in `.gz` is
     unpacked. Raises `ConfigError` with file and line.
     """
-    unpack: Any = gzip.open if Path(path).suffix == ".gz" else open
-    try:
-        with unpack(path, "rt", encoding="utf-8-sig", newline="") as file:
-            return _read(str(path), csv.DictReader(file), extra_prompt_tokens)
-    except (OSError, EOFError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read outcomes {path}: {why}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"outcomes {path} is not UTF-8 text: {error}") from error
-
-
-def _read(path: str, rows: "csv.DictReader[str]", extra: int) -> list[Outcome]:
-    wanted = list(Outcome.__struct_fields__)
-    if missing := set(wanted) - set(rows.fieldnames or ()):
-        lacks = ",".join(sorted(missing))
-        raise ConfigError(f"{path}:1: expected the columns {','.join(wanted)}; it lacks {lacks}")
     found = []
-    for row in rows:
-        where = f"{path}:{rows.line_num}"
-        try:
-            outcome = msgspec.convert({name: row[name] for name in wanted}, Outcome, strict=False)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{where}: {one_line(error)}") from error
+    for where, outcome in read_table(Path(path), Outcome, "outcomes"):
         if outcome.latency_s < outcome.ttft_s:
             raise ConfigError(f"{where}: the last token came before the first")
-        prompt_tokens = outcome.prompt_tokens + extra
+        prompt_tokens = outcome.prompt_tokens + extra_prompt_tokens
         found.append(msgspec.structs.replace(outcome, prompt_tokens=prompt_tokens))
     if not found:
         raise ConfigError(f"outcomes {path} has no requests")

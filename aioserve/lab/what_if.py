@@ -117,11 +117,7 @@ def make_settings(traffic: Traffic) -> list[tuple[str, Any]]:
     return [
         *([("runner.simulated_draft_tokens", longest_draft)] if longest_draft else []),
         ("model.max_model_len", header.max_model_len),
-        ("cache.num_kv_blocks", header.num_kv_blocks),
-        ("cache.block_size", header.block_size),
-        ("cache.enable_prefix_caching", header.enable_prefix_caching),
-        ("cache.watermark", (header.num_watermark_blocks + 0.5) / header.num_kv_blocks),
-        ("cache.num_state_slots", header.num_state_slots),
+        *_cache_settings(header),
         *_window_settings(header),
         ("runner.step_base_ms", step_time.base_ms),
         ("runner.step_prefill_token_us", step_time.prefill_token_us),
@@ -141,6 +137,16 @@ def make_limits(traffic: Traffic) -> list[tuple[str, Any]]:
         (f"scheduler.{name}", value)
         for name, value in traffic.header.scheduler.items()
         if name not in ("policy", "options", "decision_log", "request_log")
+    ]
+
+
+def _cache_settings(header: Header) -> list[tuple[str, Any]]:
+    return [
+        ("cache.num_kv_blocks", header.num_kv_blocks),
+        ("cache.block_size", header.block_size),
+        ("cache.enable_prefix_caching", header.enable_prefix_caching),
+        ("cache.watermark", header.watermark),
+        ("cache.num_state_slots", header.num_state_slots),
     ]
 
 
@@ -362,14 +368,7 @@ def make_config(
     if policy is not None and policy != scheduler["policy"]:
         scheduler |= {"policy": policy, "options": {}}  # the options of another policy
     recorded: list[tuple[str, Any]] = [(f"scheduler.{k}", v) for k, v in scheduler.items()]
-    recorded += [
-        ("cache.num_kv_blocks", header.num_kv_blocks),
-        ("cache.block_size", header.block_size),
-        ("cache.enable_prefix_caching", header.enable_prefix_caching),
-        ("cache.watermark", (header.num_watermark_blocks + 0.5) / header.num_kv_blocks),
-        ("cache.num_state_slots", header.num_state_slots),
-    ]
-    config = EngineConfig.load(None, [*recorded, *settings])
+    config = EngineConfig.load(None, [*recorded, *_cache_settings(header), *settings])
     loaded = load_policy(config.scheduler.policy)
     if issubclass(loaded, BaseScheduler):
         loaded.parse_options(config.scheduler.options)

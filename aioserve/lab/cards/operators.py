@@ -5,8 +5,6 @@ tokens, attention by (chunk, context, decodes, context of decodes), layers by se
 Anybody who has profiled a card in that form can simulate it. A step is the sum of its kernels.
 """
 
-import csv
-import gzip
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -19,8 +17,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from aioserve.errors import ConfigError, one_line
+from aioserve.errors import ConfigError
 from aioserve.lab.cards.engines import errors_of_runs
+from aioserve.lab.workloads.traces import read_table
 from aioserve.runner.step_times import Prefills, StepTimeOptions, StepTimeSource
 from aioserve.scheduler.output import StepFeatures
 from aioserve.support.files import read_struct
@@ -268,27 +267,7 @@ class _ExpertsLine(_Line, frozen=True):
 
 def _read_lines(path: Path, kind: type[Any]) -> list[Any]:
     """Return the lines as structs. Raises `ConfigError` that names file and line."""
-    unpack: Any = gzip.open if path.suffix == ".gz" else open
-    wanted = kind.__struct_fields__
-    found = []
-    try:
-        with unpack(path, "rt", encoding="utf-8", newline="") as file:
-            rows = csv.DictReader(file)
-            if missing := [name for name in wanted if name not in (rows.fieldnames or ())]:
-                raise ConfigError(
-                    f"operator table {path}: expected the columns {', '.join(wanted)}; it lacks "
-                    f"{', '.join(missing)}"
-                )
-            for row in rows:
-                try:
-                    line = {name: row[name] for name in wanted}
-                    found.append(msgspec.convert(line, kind, strict=False))
-                except msgspec.ValidationError as error:
-                    raise ConfigError(
-                        f"operator table {path}:{rows.line_num}: {one_line(error)}"
-                    ) from error
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read operator table {path}: {error}") from error
+    found = [line for _, line in read_table(path, kind, "operator table")]
     if not found:
         raise ConfigError(f"operator table {path} has no lines")
     return found

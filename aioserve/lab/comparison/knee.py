@@ -16,6 +16,7 @@ from aioserve.errors import ConfigError
 from aioserve.lab.comparison.candidates import Candidate, prepare, watts_of
 from aioserve.lab.comparison.measures import (
     PER_REQUEST,
+    SECONDS_PER_HOUR,
     STATISTICS,
     RunMeasures,
     joules_of,
@@ -249,7 +250,6 @@ def goods_of(run: RunMeasures) -> Floats:
 
 HOURS_PER_DAY = 24.0
 JOULES_PER_KWH = 3.6e6
-SECONDS_PER_HOUR = 3600.0
 
 
 class Attempt(msgspec.Struct, frozen=True):

@@ -52,6 +52,11 @@ class Header(Record, frozen=True, array_like=True, tag="H"):
         """Raises `msgspec.ValidationError` if this version does not know the settings."""
         return msgspec.convert(self.scheduler, SchedulerConfig)
 
+    @property
+    def watermark(self) -> float:
+        """The share of the blocks that makes `num_watermark_blocks`, where it is rounded down."""
+        return (self.num_watermark_blocks + 0.5) / self.num_kv_blocks
+
     def check_is_whole(self) -> None:
         """Raises `ConfigError` if there were requests before the first record."""
         if self.num_there:
@@ -66,7 +71,7 @@ class Header(Record, frozen=True, array_like=True, tag="H"):
             self.num_kv_blocks,
             self.block_size,
             enable_prefix_caching=self.enable_prefix_caching,
-            watermark=(self.num_watermark_blocks + 0.5) / self.num_kv_blocks,  # it rounds down
+            watermark=self.watermark,
             resources=make_resources(
                 self.num_state_slots,
                 self.windows,

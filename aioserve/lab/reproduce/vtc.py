@@ -384,14 +384,8 @@ def predict(
 
 def _as_runs(outcomes: Iterator[Any]) -> Iterator[Run]:
     for outcome in outcomes:
-        requests = outcome.requests
-        if unserved := sum(not request.is_finished for request in requests):
-            raise ConfigError(f"{unserved} requests of a simulated run were not served")
-        yield Run(
-            np.array([request.token_times[0] for request in requests]),
-            np.array([request.end for request in requests]),
-            np.array([request.arrival for request in requests]),
-        )
+        arrival, first, end = outcome.served_times("a simulated run")
+        yield Run(first, end, arrival)
 
 
 # Predictions beside what was measured, as tables and as plain data. A value that was measured and

@@ -12,11 +12,17 @@ from array import array
 from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
+
 from aioserve.engine.clock import clock_of
+from aioserve.errors import ConfigError
 from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, SchedulerStats
 from aioserve.runner.interface import RunnerInfo, RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
+
+Floats = npt.NDArray[np.float64]
 
 
 class DelegatingRunner(RunnerInterface):
@@ -208,6 +214,19 @@ class RunOutcome:
     def token_times(self) -> dict[str, "array[float]"]:
         """Return the requests' own, by the names that a run gives them: their places."""
         return {str(i): request.token_times for i, request in enumerate(self.requests)}
+
+    def served_times(self, run: str) -> tuple[Floats, Floats, Floats]:
+        """Return when each request arrived, had its first token and had its last, in seconds.
+        Raises `ConfigError`, which names the `run`, where one was not served to its last token.
+        """
+        requests = self.requests
+        if unserved := sum(not request.is_finished for request in requests):
+            raise ConfigError(f"{unserved} requests of {run} were not served")
+        return (
+            np.array([request.arrival for request in requests]),
+            np.array([request.token_times[0] for request in requests]),
+            np.array([request.end for request in requests]),
+        )
 
     def close(self) -> None:
         """Close the record of a run: drop the times of tokens sampled after their request's end."""

@@ -4,11 +4,12 @@ A broken line is named by file and number. Knows formats; knows nothing about se
 """
 
 import csv
+import gzip
 import random
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +25,7 @@ from aioserve.lab.workloads.workload import (
 )
 
 T = TypeVar("T")
+Line = TypeVar("Line", bound=msgspec.Struct)
 #: Seconds from some moment on; what is larger is no time.
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 
@@ -65,6 +67,27 @@ def csv_rows(path: Path, lines: list[str], kind: type[T]) -> Iterator[tuple[str,
             yield where, msgspec.convert(cells, kind, strict=False)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{where}: {one_line(error)}") from error
+
+
+def read_table(path: Path, kind: type[Line], what: str) -> Iterator[tuple[str, Line]]:
+    """Yield the rows of a CSV file that has all columns of `kind`, with where they stand; one whose
+    name ends in `.gz` is unpacked. `what` the file is goes into messages. Raises `ConfigError`.
+    """
+    unpack: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with unpack(path, "rt", encoding="utf-8-sig", newline="") as file:
+            lines: list[str] = list(file)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {what} {path}: {why}") from error
+    wanted = kind.__struct_fields__
+    header = [name.strip() for name in (lines[0] if lines else "").split(",")]
+    if missing := set(wanted) - set(header):
+        raise ConfigError(
+            f"{what} {path}:1: expected the columns {','.join(wanted)}; it lacks "
+            f"{','.join(sorted(missing))}"
+        )
+    yield from csv_rows(path, lines, kind)
 
 
 # Traces of lengths in CSV: Azure's, BurstGPT's, and lists of lengths such as Sarathi-Serve's. The

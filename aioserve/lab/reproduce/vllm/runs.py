@@ -331,15 +331,8 @@ def vllm_like(
 
 
 def _served(outcome: RunOutcome) -> Served:
-    requests = outcome.requests
-    if unserved := sum(not request.is_finished for request in requests):
-        raise ConfigError(f"{unserved} requests of a simulated run were not served")
-    arrival = np.array([request.arrival for request in requests])
+    arrival, first, last = outcome.served_times("a simulated run")
     # A request is seen when the next step is planned.
     planned = np.array(outcome.steps.planned)
     place = np.searchsorted(planned, arrival - 1e-9).clip(max=len(planned) - 1)
-    return Served(
-        np.maximum(planned[place], arrival),
-        np.array([request.token_times[0] for request in requests]),
-        np.array([request.end for request in requests]),
-    )
+    return Served(np.maximum(planned[place], arrival), first, last)

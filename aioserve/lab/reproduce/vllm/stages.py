@@ -315,12 +315,7 @@ def _rows(
     front end; its time per token is that of the whole request, over the tokens that it counts in
     the reply.
     """
-    requests = outcome.requests
-    if unserved := sum(not request.is_finished for request in requests):
-        raise ConfigError(f"{unserved} requests of experiment {experiment.id} were not served")
-    arrival = np.array([request.arrival for request in requests])
-    last = np.array([request.end for request in requests])
-    first = np.array([request.token_times[0] for request in requests])
+    arrival, first, last = outcome.served_times(f"experiment {experiment.id}")
     e2e, ttft = (1e3 * (times - arrival) + engine.front_ms for times in (last, first))
     load = experiment.shared_prefix
     num_users, counted = load.num_users, load.output_len
