@@ -30,7 +30,7 @@ from aioserve.lab.comparison.document import (
     apart_in,
     classes_of,
     mean_of,
-    measure_runs,
+    measure_groups,
 )
 from aioserve.lab.comparison.measures import Row, key, number, parse_measure, tidy
 from aioserve.lab.comparison.report import html_table, static_page, write_curves
@@ -136,13 +136,11 @@ def measure_curves(
     by_error = [
         [with_predictions(w, prediction) for w in told] for prediction in errors.predictions
     ]
-    runs = [(ready[0].config, workload) for workload in blind]
+    groups = [[(ready[0].config, workload) for workload in blind]]
     for candidate in ready[1:]:
-        runs += [(candidate.config, w) for loads in (blind, *by_error) for w in loads]
+        groups += [[(candidate.config, w) for w in loads] for loads in (blind, *by_error)]
     levels = ServiceLevels.of(slo, classes_of(told))
-    measured = list(measure_runs(runs, levels, num_jobs, progress))
-    groups = [measured[i : i + len(told)] for i in range(0, len(measured), len(told))]
-    base, others = groups[0], groups[1:]
+    base, *others = measure_groups(groups, levels, num_jobs, progress)
     baseline_value = mean_of(base, row)
     curves = []
     for i, candidate in enumerate(candidates):

@@ -25,7 +25,7 @@ from aioserve.lab.comparison.document import (
     apart_in,
     classes_of,
     mean_of,
-    measure_runs,
+    measure_groups,
 )
 from aioserve.lab.comparison.knee import Knee
 from aioserve.lab.comparison.measures import Row, RunMeasures, key
@@ -155,11 +155,9 @@ def score_by_measure(
 ) -> Scores:
     """Simulate each candidate on each workload. Raises `ConfigError` for an undefined measure."""
     ready, fitting, _ = prepare(list(candidates), list(workloads), is_live=False, clip=clip)
-    runs = [(candidate.config, workload) for candidate in ready for workload in fitting]
+    groups = [[(candidate.config, workload) for workload in fitting] for candidate in ready]
     levels = ServiceLevels.of(slo, classes_of(fitting))
-    measured = list(measure_runs(runs, levels, num_jobs, progress))
-    size = len(fitting)
-    return MeasureScores(row, [measured[i : i + size] for i in range(0, len(measured), size)])
+    return MeasureScores(row, measure_groups(groups, levels, num_jobs, progress))
 
 
 def score_by_rate(

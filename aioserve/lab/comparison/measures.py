@@ -8,7 +8,7 @@ Defining and Enhancing Quality-of-Experience in LLM-Based Text Streaming Service
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -647,6 +647,12 @@ def key(row: Row) -> str:
     `good_share`.
     """
     return row.statistic if row.measure == "totals" else f"{row.measure}:{row.statistic}"
+
+
+def rows_of(columns: Iterable[tuple[str, str]]) -> list[Row]:
+    """Return the rows of these measures and statistics."""
+    by_name = {(row.measure, row.statistic): row for row in ROWS}
+    return [by_name[column] for column in columns]
 
 
 def parse_measure(text: str) -> Row:

@@ -17,6 +17,7 @@ from aioserve.lab.comparison.measures import (
     Row,
     difference_of,
     number,
+    rows_of,
     shown_rows,
     signed,
     span,
@@ -339,9 +340,7 @@ def overview(document: Document) -> list[str]:
 def overview_table(document: Document) -> list[list[str]]:
     """Return the same as cells, with a line of labels."""
     results = document["results"]
-    by_name = {(row.measure, row.statistic): row for row in ROWS}
-    rows = [by_name[column] for column in COLUMNS]
-    rows = [row for row in rows if any(_is_told(result, row) for result in results)]
+    rows = [row for row in rows_of(COLUMNS) if any(_is_told(result, row) for result in results)]
     head = ["", *(row.label.split(",")[0].replace("end to end", "e2e") + " " for row in rows)]
     return [head] + [
         [result["name"], *(_cell(results[0], result, row) for row in rows)] for result in results

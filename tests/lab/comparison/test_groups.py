@@ -7,8 +7,7 @@ import pytest
 
 from aioserve.config import EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.lab.comparison.candidates import Candidate
-from aioserve.lab.comparison.document import Document, compare
-from aioserve.lab.comparison.groups import MAX_LISTED, group_requests
+from aioserve.lab.comparison.document import MAX_LISTED, Document, compare, group_requests
 from aioserve.lab.comparison.measures import shown_rows, verdict
 from aioserve.lab.comparison.report import render_html
 from aioserve.lab.comparison.words import group_tables, remarks, render_groups, render_table
