@@ -138,7 +138,7 @@ docs: .venv/docs/done  ## the site of docs/ in site/; a broken link is an error 
 	@NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs $(or $(ARGS),build --strict)
 
 bench-cpu: .venv/runtime  ## steps against their floors (MODEL=135m, 0.6b, 2m or a directory)
-	@$(BIN)/python benchmarks/cpu.py $(or $(MODEL),135m) $(ARGS)
+	@$(BIN)/python benchmarks/steps.py $(or $(MODEL),135m) $(ARGS)
 
 bench-peers: .venv/runtime  ## aioserve beside llama.cpp, vLLM and others, which it builds (ARGS=--write: tables into the pages; PEERS="ours=URL other=URL" LOADS="W1 W5": servers that run)
 ifdef PEERS

@@ -263,7 +263,7 @@ def settings_of(spec: str, given: Args) -> list[tuple[str, str]]:
     return [
         ("scheduler.policy", policy),
         ("cache.num_kv_blocks", str(given.blocks)),
-        ("scheduler.max_num_batched_tokens", str(given.step_tokens)),
+        ("scheduler.max_num_batched_tokens", "256"),
         ("model.max_model_len", str(given.max_model_len)),
         *((name, value) for name, _, value in (other.partition("=") for other in others)),
     ]
@@ -383,22 +383,18 @@ program = Program(__doc__)
 @program.command(
     words={"servers": SERVERS},
     rounds=3,
-    seed=Opt(0, "of the first round"),
     client=Opt("responses", choices=CLIENTS),
     workload=Opt("agent_sessions", "a file, or a shipped name"),
     time_scale=1.0,
     model="smollm2",
     blocks=Opt(180, "of the KV cache, 16 tokens each"),
     max_model_len=2048,
-    step_tokens=Opt(256, "the token budget of a step"),
     flags=Opt("--threads 1", "more flags of every server"),
 )
 def main(given: Args) -> dict[str, Any]:
     """Start the servers, have them take turns, simulate the same, print."""
     source = WorkloadSource(path=given.workload)
-    workloads = [
-        stretched(source.load(given.seed + k), given.time_scale) for k in range(given.rounds)
-    ]
+    workloads = [stretched(source.load(seed), given.time_scale) for seed in range(given.rounds)]
     live: list[dict[str, Row]] = [{} for _ in workloads]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         logs = {spec: Path(folder) / f"{k}.log" for k, spec in enumerate(given.servers)}

@@ -1,13 +1,13 @@
 """What online requests lose by a batch beside them: their p99 gap with it, over that without it.
 
     python benchmarks/batches.py                 # simulated in virtual time, and on a live server
-    python benchmarks/batches.py --lines 1000 --rounds 1 --only live --runner model
+    python benchmarks/batches.py --lines 1000 --rounds 1 --only live
 
 The online load is `configs/workloads/mixed.yaml`; the batch has 10,000 lines of 20 to 400 prompt
 tokens and 4 to 60 output tokens. `simulated`: the engine on the virtual clock, with and without the
-lines, of which `--concurrency` are with the engine at once, under the policy of batches and, for
-comparison, under one that does not know them. `live`: a server of its own with `--batch-dir`, whose
-steps are simulated or computed; in each round the same load without the batch, with it, and without
+lines, of which 32 are with the engine at once, under the policy of batches and, for comparison,
+under one that does not know them. `live`: a server of its own with `--batch-dir`, whose steps are
+simulated; in each round the same load without the batch, with it, and without
 it again, which tells how noisy the machine is. The batch of the last round runs to its end, and
 every line must be answered once. The aim is a ratio of at most 1.1. The last line is JSON.
 """
@@ -38,6 +38,7 @@ POLICY = "aioserve.apis.batches.policy:OfflineScheduler"
 BLIND = "chunked_prefill"  # serves lines like all others, in chunks of the same size
 MAX_MODEL_LEN = 4096
 KV_BLOCKS = 4096
+CONCURRENCY = 32  # lines that are with the engine at once
 GOAL = 1.1
 PROMPT, OUTPUT = (20, 400), (4, 60)  # tokens of a line
 TEXT = "what news my lord of the king and his brother who is there in this cold night"
@@ -54,7 +55,7 @@ def online(args: Args, seed: int) -> Workload:
     return generate(spec, seed)
 
 
-def with_lines(load: Workload, number: int, concurrency: int) -> Workload:
+def with_lines(load: Workload, number: int) -> Workload:
     """The load and the lines of a batch, as many at once as a server has with its engine."""
     rng, begin = random.Random(load.seed), len(load.requests)
     lines = [
@@ -62,7 +63,7 @@ def with_lines(load: Workload, number: int, concurrency: int) -> Workload:
             arrival=0.0,
             pieces=(Piece((1 << 32) + i, rng.randint(*PROMPT)),),
             output_tokens=rng.randint(*OUTPUT),
-            follows=begin + i - concurrency if i >= concurrency else -1,
+            follows=begin + i - CONCURRENCY if i >= CONCURRENCY else -1,
             hints={"offline": True},
         )
         for i in range(number)
@@ -85,7 +86,7 @@ def simulated(args: Args) -> dict[str, Any]:
     does not know lines from other requests.
     """
     load = online(args, seed=1)
-    both = with_lines(load, args.lines, args.concurrency)
+    both = with_lines(load, args.lines)
     number, found = len(load.requests), {}
     _, target = gaps_of(simulate(config(POLICY), load).requests)
     for name, policy, options in (
@@ -136,9 +137,8 @@ def live(args: Args) -> dict[str, Any]:
     ratios, noise = [], []
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        words = ["--policy", POLICY, "--batch-dir", folder, "--runner", args.runner]
-        words += ["--batch-concurrency", str(args.concurrency), "--num-kv-blocks", str(KV_BLOCKS)]
-        words += ["--threads", "1"] if args.runner == "model" else []
+        words = ["--policy", POLICY, "--batch-dir", folder, "--runner", "simulated"]
+        words += ["--batch-concurrency", str(CONCURRENCY), "--num-kv-blocks", str(KV_BLOCKS)]
         url = stack.enter_context(serving(*words)).url
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600)
         upload = client.files.create(file=("lines.jsonl", jsonl(args.lines)), purpose="batch")
@@ -225,12 +225,10 @@ program = Program(__doc__)
 
 @program.command(
     lines=10_000,
-    concurrency=32,
     rate=Opt(10.0, "online requests per second"),
     seconds=Opt(20.0, "of each online load"),
     rounds=3,
     only=Opt(str, choices=("simulated", "live")),
-    runner=Opt("simulated", choices=("simulated", "model")),
 )
 def main(args: Args) -> tuple[dict[str, Any], int]:
     """Measure on the virtual clock, and live."""

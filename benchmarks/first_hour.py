@@ -4,19 +4,14 @@
 
 Clones this repository as it is committed into a new folder, and there follows the README: set up,
 serve the embedded model, ask it, serve SmolLM2 and ask it ten questions twenty times each (with a
-table of the answers that were right and of those that their limit cut off), draw the page while
-sixty requests run (in light, dark and at 390 px, where a chromium is installed), try another policy
-until there is a verdict, compare two, install the wheel in an empty environment, run the FastAPI
-program. What is not installed here is skipped, and said. The last line is JSON.
+table of the answers that were right and of those that their limit cut off), try another policy
+until there is a verdict, compare two. The last line is JSON.
 """
 
-import asyncio
 import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -27,31 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import ROOT, Args, Opt, Program
+from harness import ROOT, TEXTS, Args, Opt, Program
 
 TIMES = 20  # that each question is asked
 PATIENCE = 900.0  # seconds for a step
 KEY = "sk-first-hour-operator-0123456789"
-# What the model's test asks, too: tests/server/test_real_model.py.
-QUESTIONS = {
-    "What is the capital of France?": "Paris",
-    "What is the capital of Japan?": "Tokyo",
-    "What is the capital of Germany?": "Berlin",
-    "What is the capital of England?": "London",
-    "What is the capital of Egypt?": "Cairo",
-    "What is the largest ocean on Earth?": "Pacific",
-    "Who wrote Romeo and Juliet?": "Shakespeare",
-    "What is the chemical symbol for water?": "H2O",
-    "What star is at the center of our solar system?": "Sun",
-    "What is the opposite of hot?": "cold",
-}
+QUESTIONS = TEXTS["answers"]  # as of the model's test, tests/server/test_real_model.py
 
 
 program = Program(__doc__)
-
-
-class SkippedError(Exception):
-    """What the step needs is not installed here."""
 
 
 class Hour:
@@ -167,31 +146,6 @@ def chat(hour: Hour) -> str:
     return f"{told}; {right} of {len(found)} answers right, {cut} cut by their limit"
 
 
-def page(hour: Hour) -> str:
-    """Pictures of the page two seconds after its button for sixty requests was pressed."""
-    if shutil.which("chromium") is None:
-        raise SkippedError("no chromium")
-    with hour.serving(".venv/bin/python", "-m", "aioserve", "--port", str(hour.port)):
-        asyncio.run(draw(hour))
-    return f"{hour.folder}/page-light.png, -dark.png, -phone.png"
-
-
-async def draw(hour: Hour) -> None:
-    """Press the button and take a picture, in each of the shapes."""
-    sys.path.insert(0, str(ROOT))
-    from tests.page.browser import chromium
-
-    shapes = {"light": (1280, 1000), "dark": (1280, 1000), "phone": (390, 1600)}
-    async with chromium() as browser:
-        for name, (width, height) in shapes.items():
-            async with browser.tab(hour.url) as tab:
-                await tab.shape(width, height, is_phone=name == "phone")
-                await tab.prefer(prefers_color_scheme="dark" if name == "dark" else "light")
-                await tab.run("document.querySelector('button.traffic').click()")
-                await asyncio.sleep(2.0)
-                (hour.folder / f"page-{name}.png").write_bytes(await tab.picture())
-
-
 def try_policy(hour: Hour) -> str:
     """Another policy on the same traffic, until there is a verdict."""
     keys = hour.folder / "keys.yaml"
@@ -216,37 +170,7 @@ def compare(hour: Hour) -> str:
     return next(line.strip() for line in printed.splitlines() if "gap p99" in line)
 
 
-def wheel(hour: Hour) -> str:
-    """The wheel in an empty environment, from which the embedded model is served."""
-    hour.run("make", "wheel")
-    (file,) = (hour.clone / "dist").glob("*.whl")
-    empty = hour.folder / "empty"
-    hour.run(sys.executable, "-m", "venv", empty)
-    torch = next(
-        line.split()[0]
-        for line in (hour.clone / "requirements/runtime.txt").read_text().splitlines()
-        if line.startswith("torch==")
-    )
-    hour.run(empty / "bin/pip", "install", "-q", torch, file)
-    with hour.serving(str(empty / "bin/aioserve"), "--port", str(hour.port)) as ready:
-        return f"{file.stat().st_size / 1e6:.1f} MB; ready after {ready:.1f} s"
-
-
-def fastapi(hour: Hour) -> str:
-    """The program of examples/, in the clone's environment."""
-    hour.run(".venv/bin/pip", "install", "-q", "fastapi", "uvicorn")
-    words = ("--app-dir", "examples", "fastapi_app:app", "--port", str(hour.port))
-    uvicorn = (".venv/bin/python", "-m", "uvicorn", *words)
-    with (
-        hour.serving(*uvicorn, ready="/docs") as ready,
-        urllib.request.urlopen(f"{hour.url}/say?prompt=To%20be", timeout=60) as response,
-    ):
-        return f"ready after {ready:.1f} s: {response.read().decode()[:40]!r}"
-
-
-STEPS: Sequence[Callable[[Hour], str]] = (
-    *(clone, set_up, serve, chat, page, try_policy, compare, wheel, fastapi),
-)
+STEPS: Sequence[Callable[[Hour], str]] = (clone, set_up, serve, chat, try_policy, compare)
 
 
 @program.command(
@@ -266,8 +190,6 @@ def main(given: Args) -> tuple[dict[str, Any], int]:
         begin = time.perf_counter()
         try:
             told = step(hour)
-        except SkippedError as error:
-            told = f"skipped: {error}"
         except Exception as error:
             told, has_failed = f"FAILED: {error!r}", True
         seconds = time.perf_counter() - begin

@@ -31,7 +31,6 @@ from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.synthetic import WorkloadSource, WorkloadSpec, generate
 from aioserve.lab.workloads.workload import Workload
-from aioserve.support.arguments import assignment
 
 H200 = [
     ("runner.profile", "h200-llama-8b-roofline"),
@@ -109,14 +108,13 @@ def hour(args: Args) -> dict[str, Any]:
     limit=int,
     copies=1,
     time_scale=1.0,
-    set=Opt([], "settings, NAME=VALUE"),
 )
 def run(args: Args) -> dict[str, Any]:
     """One simulation."""
     source = WorkloadSource(
         path=args.workload, limit=args.limit, copies=args.copies, time_scale=args.time_scale
     )
-    candidates = load_candidates(["chunked_prefill"], [*H200, *map(assignment, args.set)])
+    candidates = load_candidates(["chunked_prefill"], H200)
     (one,), (workload,), _ = prepare(candidates, [source.load(0)], is_live=False, clip=True)
     gc.set_threshold(100_000, 20, 20)  # as the lab's commands do
     began = time.process_time()

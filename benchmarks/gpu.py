@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from harness import Args, LoadShape, Opt, Program, percentile
-from make_model import SHAPES, _write_tokenizer
-from steps import Shapes
+from make_model import SHAPES, configuration, write_tokenizer
+from steps import BLOCK_SIZE, GREEDY, Shapes, new_request, plan
 
 from aioserve import AsyncEngine
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
@@ -42,32 +42,8 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
 from aioserve.runner.loader import prepare_model
-from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
-GPU_SHAPES: dict[str, dict[str, Any]] = {
-    "8b": {  # Llama-3.1-8B
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 14_336,
-        "vocab_size": 128_256,
-        "tie_word_embeddings": False,
-    },
-    "0.6b": {**SHAPES["0.6b"], "tie_word_embeddings": True},  # Qwen3-0.6B
-    "2m": {**SHAPES["2m"], "tie_word_embeddings": True},  # of a rehearsal
-    "tiny": {  # whose steps are mostly the host's work; decodes on tensor cores
-        **SHAPES["2m"],
-        "num_hidden_layers": 2,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "tie_word_embeddings": True,
-    },
-}
-BLOCK_SIZE = 16
-GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 #: As the generation_config.json of chat models asks.
 SAMPLED = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, ignore_eos=True)
 
@@ -126,9 +102,7 @@ class Steps:
 
     def leave(self) -> None:
         """Everybody goes."""
-        none = CachedRequestData([], [], {})
-        gone = [*self._lengths, "prompt"]
-        self.executor.launch(SchedulerOutput(0, [], none, {}, 0, [], gone))
+        self.executor.launch(plan(0, [], {}, {}, [*self._lengths, "prompt"]))
         self._lengths = {}
 
     def decode(self, prompt: int = 0) -> SchedulerOutput:
@@ -147,17 +121,13 @@ class Steps:
         width = max(self._blocks_per_row, -(-len(tokens) // BLOCK_SIZE))
         first = index * self._blocks_per_row
         blocks = list(range(first, first + width))
-        return NewRequestData(
-            name, tokens, len(tokens), self._params, frozenset(), blocks, computed
-        )
+        return new_request(name, tokens, computed, blocks, self._params)
 
     def _output(
         self, new: list[NewRequestData], cached: dict[str, int], counts: dict[str, int]
     ) -> SchedulerOutput:
         self._num_steps += 1
-        known = CachedRequestData(list(cached), list(cached.values()), {})
-        total = sum(counts.values())
-        return SchedulerOutput(self._num_steps, new, known, counts, total, [], [])
+        return plan(self._num_steps, new, cached, counts)
 
     def _finish(self, launched: Any) -> None:
         self.executor.finish(launched)
@@ -245,19 +215,9 @@ class Floor:
 
 def write_directory(shape: str, path: Path, num_positions: int) -> Path:
     """Configuration and tokenizer; the weights are made where they are used."""
-    from transformers import AutoConfig
-
-    fields = dict(GPU_SHAPES[shape])
-    config = AutoConfig.for_model(
-        fields.pop("model_type"),
-        **fields,
-        max_position_embeddings=num_positions,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    config = configuration(shape, num_positions)
     config.save_pretrained(path)
-    _write_tokenizer(path, fields["vocab_size"])
+    write_tokenizer(path, config.vocab_size)
     return path
 
 
@@ -390,8 +350,7 @@ async def measure_load(
         await streams(1)
         seconds = await streams(shape.per_stream)
     executor.attach()  # this thread is the one that launches again
-    none = CachedRequestData([], [], {})
-    executor.launch(SchedulerOutput(0, [], none, {}, 0, [], names))  # drops requests that are left
+    executor.launch(plan(0, [], {}, {}, names))  # drops requests that are left
     return {
         "tokens/s": shape.streams * shape.per_stream * shape.output_tokens / seconds,
         "TTFT p50 ms": 1e3 * percentile(ttfts, 50),
@@ -544,7 +503,7 @@ def make_device(is_rehearsal: bool) -> Device:
 
 
 @program.command(
-    shapes=Opt(["0.6b", "8b"], choices=GPU_SHAPES),
+    shapes=Opt(["0.6b", "8b"], choices=SHAPES),
     no_peer=Opt(False, "without transformers' own batching"),
     rehearse=Opt(False, "tiny, on the CPU"),
 )

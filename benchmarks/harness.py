@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import inspect
+import json
 import math
 import os
 import resource
@@ -30,6 +31,14 @@ from xml.sax.saxutils import escape
 import msgspec
 
 ROOT = Path(__file__).parents[1]
+#: Fields of configurations of transformers, by what they are for and by the name of the model.
+MODELS: dict[str, dict[str, dict[str, Any]]] = json.loads(
+    Path(__file__).with_name("models.json").read_text(encoding="utf-8")
+)
+#: Prompts, and questions with their answers.
+TEXTS: dict[str, Any] = json.loads(
+    Path(__file__).with_name("texts.json").read_text(encoding="utf-8")
+)
 LIMIT = 0.1  # cores; from here on a machine is not called quiet. A guess.
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -134,7 +143,7 @@ def _add(parser: argparse.ArgumentParser, name: str, value: Any, *, is_word: boo
         if is_word:
             fields["nargs"] = "?"
     told = default if default is not False and not isinstance(default, type) else None
-    text = f"{given.help} (default: {_words(told)})" if told is not None else given.help
+    text = given.help if told in (None, "", [], ()) else f"{given.help} (default: {_words(told)})"
     fields["help"] = argparse.SUPPRESS if given.help == argparse.SUPPRESS else text.strip()
     if given.choices is not None:
         fields["choices"] = list(given.choices)
@@ -617,8 +626,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-# Panels of lines over time as one SVG file: what the docs show of long runs. Knows axes, lines and
-# marked spans; knows nothing about what is drawn.
+# Panels of lines over time as one SVG file: what the docs show of long runs.
 
 
 Points = Sequence[tuple[float, float]]
@@ -643,64 +651,54 @@ def draw(
 ) -> None:
     """Write them below each other, over the same seconds; `spans` are shaded and named."""
     end = max(x for panel in panels for line in panel.lines.values() for x, _ in line)
-    per_second = (WIDTH - LEFT - 16) / max(end, 1e-9)
+    scale = (WIDTH - LEFT - 16) / max(end, 1e-9)
     height = TOP + len(panels) * (HEIGHT + GAP) + 8
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         f'viewBox="0 0 {WIDTH} {height}"><style>{STYLE}</style>'
         f'<rect width="100%" height="100%" fill="#fff"/>'
-        f'<text class="h" x="{LEFT}" y="20">{escape(title)}</text>'
     ]
-    for name, (since, until) in spans.items():
-        x, width = LEFT + since * per_second, (until - since) * per_second
-        below = height - TOP - GAP - 8
+
+    def text(x: float, y: float, words: str, more: str = "") -> None:
+        out.append(f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(words)}</text>')
+
+    def across(y: float, kind: str) -> None:
         out.append(
-            f'<rect x="{x:.1f}" y="{TOP}" width="{width:.1f}" height="{below}" fill="#f7f0e3"/>'
+            f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - 16}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
-        out.append(f'<text x="{x + 4:.1f}" y="{TOP + 13}">{escape(name)}</text>')
+
+    text(LEFT, 20, title, 'class="h"')
+    for name, (since, until) in spans.items():
+        x, width, below = LEFT + since * scale, (until - since) * scale, height - TOP - GAP - 8
+        size = f'width="{width:.1f}" height="{below}" fill="#f7f0e3"'
+        out.append(f'<rect x="{x:.1f}" y="{TOP}" {size}/>')
+        text(x + 4, TOP + 13, name)
     for number, panel in enumerate(panels):
         top = TOP + number * (HEIGHT + GAP)
-        out += _panel(panel, top, end, per_second)
-    out.append("</svg>\n")
-    path.write_text("\n".join(out), encoding="utf-8")
-
-
-def _panel(
-    panel: Panel,
-    top: float,
-    end: float,
-    per_second: float,
-) -> list[str]:
-    bottom = top + HEIGHT
-    highest = max((y for line in panel.lines.values() for _, y in line), default=1.0)
-    step = _step(highest / 3)
-    ceiling = step * max(1, math.ceil(highest / step))
-    out = []
-    for tick in range(round(ceiling / step) + 1):
-        y = bottom - HEIGHT * tick * step / ceiling
-        out.append(
-            f'<line class="g" x1="{LEFT}" x2="{WIDTH - 16}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(tick * step)}</text>'
-        )
-    seconds = _step(end / 8)
-    for tick in range(int(end / seconds) + 1):
-        x = LEFT + tick * seconds * per_second
-        out.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">')
-        out[-1] += f"{_number(tick * seconds)} s</text>"
-    out.append(f'<line class="a" x1="{LEFT}" x2="{WIDTH - 16}" y1="{bottom}" y2="{bottom}"/>')
-    x = float(LEFT)
-    out.append(f'<text class="t" x="{x}" y="{top - 6}">{escape(panel.title)}</text>')
-    x += 7.2 * len(panel.title) + 14
-    for (name, line), colour in zip(panel.lines.items(), COLOURS, strict=False):
-        dots = " ".join(
-            f"{LEFT + at * per_second:.1f},{bottom - HEIGHT * y / ceiling:.1f}" for at, y in line
-        )
-        out.append(f'<path stroke="{colour}" d="M{dots}"/>' if dots else "")
-        if len(panel.lines) > 1:
-            out.append(f'<text x="{x:.1f}" y="{top - 6}" style="fill:{colour}">{escape(name)}')
-            out[-1] += "</text>"
-            x += 7.0 * len(name) + 14
-    return out
+        bottom = top + HEIGHT
+        highest = max((y for line in panel.lines.values() for _, y in line), default=1.0)
+        step = _step(highest / 3)
+        ceiling = step * max(1, math.ceil(highest / step))
+        for tick in range(round(ceiling / step) + 1):
+            across(y := bottom - HEIGHT * tick * step / ceiling, "g")
+            text(LEFT - 6, y + 4, _number(tick * step), 'text-anchor="end"')
+        seconds = _step(end / 8)
+        for tick in range(int(end / seconds) + 1):
+            words = f"{_number(tick * seconds)} s"
+            text(LEFT + tick * seconds * scale, bottom + 15, words, 'text-anchor="middle"')
+        across(bottom, "a")
+        text(x := float(LEFT), top - 6, panel.title, 'class="t"')
+        x += 7.2 * len(panel.title) + 14
+        for (name, line), colour in zip(panel.lines.items(), COLOURS, strict=False):
+            dots = (
+                f"{LEFT + at * scale:.1f},{bottom - HEIGHT * y / ceiling:.1f}" for at, y in line
+            )
+            if line:
+                out.append(f'<path stroke="{colour}" d="M{" ".join(dots)}"/>')
+            if len(panel.lines) > 1:
+                text(x, top - 6, name, f'style="fill:{colour}"')
+                x += 7.0 * len(name) + 14
+    path.write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
 
 
 def _number(value: float) -> str:

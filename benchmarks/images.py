@@ -3,7 +3,7 @@
     python benchmarks/images.py streams                # 1,024 tokens of an image
     python benchmarks/images.py streams --side 1792 --chunk 0 256 64
     python benchmarks/images.py prompts                # of images, beside prompts of text
-    python benchmarks/images.py encoder [--side 1792 --layers 4] [--dtype float32]
+    python benchmarks/images.py encoder [--side 1792] [--dtype float32]
 
 `streams`: a tiny Qwen2.5-VL with random weights and a larger encoder. Streams decode; then a
 request with an image comes. Engines with different limits of image tokens per step take
@@ -43,25 +43,26 @@ sys.path.append(str(ROOT))
 from tests.seeing_models import make_seeing_model, picture
 
 PATCH, MERGED, WINDOW = 14, 2, 8  # the last in patches of a side
+NUM_STREAMS, HIDDEN = 4, 1280  # beside an image; the size of the encoder alone
 
 program = Program(__doc__)
 DTYPE = Opt("bfloat16", choices=("float32", "bfloat16", "float16"))
 SIDE = Opt(896, "pixels of the square image")
 
 
-def make_qwen(path: Path, args: Args, head: int, whole: list[int]) -> Path:
+def make_qwen(path: Path, side: int, layers: int, hidden: int, head: int, whole: list[int]) -> Path:
     """A model whose encoder is as large as asked for; layers `whole` see the whole image."""
     vision = {
-        "depth": args.layers,
-        "hidden_size": args.hidden,
-        "intermediate_size": 4 * args.hidden,
-        "num_heads": args.hidden // head,
+        "depth": layers,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_heads": hidden // head,
         "patch_size": PATCH,
         "window_size": WINDOW * PATCH,
         "fullatt_block_indexes": whole,
         "initializer_range": 0.02,
     }
-    most = {"shortest_edge": 56 * 56, "longest_edge": args.side * args.side}
+    most = {"shortest_edge": 56 * 56, "longest_edge": side * side}
     processing = {"patch_size": PATCH, "size": most}
     return make_seeing_model("qwen2_5_vl", path, vision, processing, max_position_embeddings=32_768)
 
@@ -71,7 +72,7 @@ def make_qwen(path: Path, args: Args, head: int, whole: list[int]) -> Path:
 
 async def measure(engine: AsyncEngine, args: Args, seed: int) -> dict[str, float]:
     """Seconds: the largest gap of a stream, and the first token of the request with the image."""
-    times: list[list[float]] = [[] for _ in range(args.streams)]
+    times: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
     params = SamplingParams(max_tokens=15_000, temperature=0, ignore_eos=True)
 
     async def stream(own: list[float]) -> None:
@@ -102,9 +103,6 @@ async def measure(engine: AsyncEngine, args: Args, seed: int) -> dict[str, float
 @program.command(
     "streams",
     side=SIDE,
-    layers=Opt(16, "of the encoder"),
-    hidden=Opt(512, "size of the encoder"),
-    streams=4,
     chunk=Opt([0, 256, 64], "tokens of an image in a step; 0: no limit"),
     rounds=3,
 )
@@ -112,7 +110,7 @@ async def streams(args: Args) -> dict[str, Any]:
     """How long streams wait beside a request with a large image."""
     found: dict[int, list[dict[str, float]]] = {chunk: [] for chunk in args.chunk}
     with tempfile.TemporaryDirectory() as folder:
-        path = make_qwen(Path(folder), args, 64, [args.layers // 2 - 1, args.layers - 1])
+        path = make_qwen(Path(folder), args.side, 16, 512, 64, [7, 15])
         for number, chunk in turns(args.chunk, args.rounds):
             config = EngineConfig(
                 model=ModelConfig(model=str(path), max_model_len=20_000),
@@ -159,7 +157,7 @@ def make_gemma3(path: Path) -> Path:
     return path
 
 
-@program.command("prompts", images=Opt(4, "of a prompt"), dtype=DTYPE, rounds=3)
+@program.command("prompts", rounds=3)
 async def prompts(args: Args) -> dict[str, Any]:
     """Processor seconds to the first token of prompts of images and of text, in turns."""
     found: dict[str, list[float]] = {"images": [], "text": []}
@@ -175,12 +173,12 @@ async def prompts(args: Args) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = make_gemma3(Path(folder))
         config = EngineConfig(
-            model=ModelConfig(model=str(path), dtype=args.dtype, max_model_len=4_000),
+            model=ModelConfig(model=str(path), dtype="bfloat16", max_model_len=4_000),
             cache=CacheConfig(num_kv_blocks=1_000, enable_prefix_caching=False),
             runner=RunnerConfig(threads=1),
         )
         async with AsyncEngine(config) as engine:
-            images = [picture(number, 128, 128) for number in range(args.images)]
+            images = [picture(number, 128, 128) for number in range(4)]
             marks = engine.media.image_placeholder * len(images)
             seen = MultimodalPrompt(f"What are these? {marks}", images)
             await first_token(seen)  # the encoder runs this once
@@ -220,7 +218,7 @@ def measure_layers(whole: Any, args: Args, dtype: torch.dtype) -> dict[str, list
 
 def floors(whole: Any, args: Args, dtype: torch.dtype) -> tuple[float, float]:
     """Seconds of the products of a layer with windows and of one without."""
-    x, weight = (torch.randn(2048, args.hidden, dtype=dtype) for _ in range(2))
+    x, weight = (torch.randn(2048, HIDDEN, dtype=dtype) for _ in range(2))
     speed = (
         2
         * 2048
@@ -231,15 +229,13 @@ def floors(whole: Any, args: Args, dtype: torch.dtype) -> tuple[float, float]:
     block = whole.model.visual.blocks[0]
     linears = [part for part in block.modules() if isinstance(part, torch.nn.Linear)]
     products = 2 * num_patches * sum(linear.weight.numel() for linear in linears)
-    windows, full = (4 * num_patches * seen * args.hidden for seen in (WINDOW**2, num_patches))
+    windows, full = (4 * num_patches * seen * HIDDEN for seen in (WINDOW**2, num_patches))
     return (products + windows) / speed, (products + full) / speed
 
 
 @program.command(
     "encoder",
     side=SIDE,
-    layers=Opt(2, "of the encoder"),
-    hidden=Opt(1280, "size of the encoder"),
     dtype=DTYPE,
     rounds=3,
 )
@@ -249,7 +245,7 @@ def encoder(args: Args) -> dict[str, Any]:
     torch.set_num_threads(1)
     dtype = getattr(torch, args.dtype)
     with tempfile.TemporaryDirectory() as folder:
-        path = make_qwen(Path(folder), args, 80, [args.layers - 1])
+        path = make_qwen(Path(folder), args.side, 2, HIDDEN, 80, [1])
         info = ModelInfo(ModelConfig(model=str(path)))
         whole = info.source.load_seeing_module(dtype, torch.device("cpu"), ATTN_IMPLEMENTATION)
     found, least = measure_layers(whole, args, dtype), floors(whole, args, dtype)

@@ -1,7 +1,7 @@
 """What a KV connector is worth: a conversation that comes back, and prefill apart from decode.
 
     python benchmarks/kv_connector.py turns --model smollm2 --tokens 4000
-    python benchmarks/kv_connector.py apart --profile h200-llama-8b-roofline --rate 4 8 12
+    python benchmarks/kv_connector.py apart --rate 4 8 12
 
 `turns`: the first token of a turn, by where its blocks are: computed, found in the pool, loaded
 from host memory, and read from a directory by an engine that was started anew. It fails if any
@@ -36,6 +36,7 @@ from aioserve.runner.simulated import SimulatedRunner
 BLOCK_SIZE = 16
 PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
 MAX_MODEL_LEN = 16_384
+TOKEN_BYTES = 131_072  # K and V of a token, apart
 
 program = Program(__doc__)
 
@@ -62,7 +63,7 @@ async def ask(engine: AsyncEngine, prompt: list[int]) -> tuple[float, list[int],
 
 def make_engine(args: Args, num_blocks: int, **cache: Any) -> AsyncEngine:
     config = EngineConfig(
-        model=ModelConfig(model=args.model, dtype=args.dtype, max_model_len=args.tokens + 100),
+        model=ModelConfig(model=args.model, max_model_len=args.tokens + 100),
         cache=CacheConfig(
             block_size=BLOCK_SIZE, num_kv_blocks=num_blocks, kv_connector_gib=4.0, **cache
         )
@@ -126,14 +127,12 @@ def faults(found: dict[str, list[Any]], num_tokens: int) -> Iterator[str]:
 @program.command(
     "turns",
     model=Opt("smollm2", "as the server's --model"),
-    dtype=Opt("auto", "as the server's --dtype"),
     tokens=Opt(4000, "length of the conversation"),
     repeats=Opt(3, "measurements of each kind"),
-    path=Opt(str, "where the directory is made; default: for temporary files"),
 )
 def turns(args: Args) -> tuple[dict[str, Any], int]:
     """The first token of a turn; the code is 1 if a row is not what it says."""
-    with tempfile.TemporaryDirectory(dir=args.path) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(measure(args, Path(folder)))
         num_bytes = sum(file.stat().st_size for file in Path(folder).rglob("*.kv"))
     memory, *_, disk = found.pop("stats")
@@ -177,7 +176,7 @@ def make_requests(rate: float, count: int) -> list[Ask]:
 
 
 def apart_config(args: Args, role: str | None) -> EngineConfig:
-    cache = {"num_kv_blocks": args.blocks}
+    cache: dict[str, Any] = {"num_kv_blocks": 30_000}
     if role is not None:
         cache |= {"kv_connector": "disk", "kv_role": role, "kv_connector_gib": 64.0}
     return EngineConfig(
@@ -186,10 +185,10 @@ def apart_config(args: Args, role: str | None) -> EngineConfig:
         scheduler=SchedulerConfig(policy="chunked_prefill", options={"chunk_size": args.chunk}),
         runner=RunnerConfig(
             runner="simulated",
-            profile=args.profile,
-            step_kv_load_token_us=1e6 * args.token_bytes / (args.copy_gbs * 1e9),
-            step_kv_read_token_us=1e6 * args.token_bytes / (args.read_gbs * 1e9),
-            simulated_kv_token_bytes=args.token_bytes,
+            profile="h200-llama-8b-roofline",
+            step_kv_load_token_us=1e6 * TOKEN_BYTES / (args.copy_gbs * 1e9),
+            step_kv_read_token_us=1e6 * TOKEN_BYTES / (args.read_gbs * 1e9),
+            simulated_kv_token_bytes=TOKEN_BYTES,
         ),
     )
 
@@ -242,12 +241,9 @@ async def run(args: Args, asks: list[Ask], is_apart: bool) -> dict[str, float]:
 
 @program.command(
     "apart",
-    profile=Opt("h200-llama-8b-roofline", "step times"),
     rate=Opt([4.0, 8.0, 12.0], "requests/s"),
     count=Opt(300, "requests"),
     chunk=Opt(512, "tokens of a step"),
-    blocks=Opt(30_000, "KV blocks of each engine"),
-    token_bytes=Opt(131_072, "K and V of a token"),
     read_gbs=Opt(4.0, "of the directory, GB/s"),
     copy_gbs=Opt(40.0, "to and from the cache, GB/s"),
 )

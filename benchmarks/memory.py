@@ -1,7 +1,7 @@
 """What fits into memory: requests with sliding windows, and which request is preempted.
 
     python benchmarks/memory.py windows gpt_oss|gemma3_text [--gib 0.5] [--tokens 2048]
-    python benchmarks/memory.py victims [--seeds 5] [--slots 96]
+    python benchmarks/memory.py victims [--seeds 5]
 
 `windows`: how many requests run at once in the same memory, with and without blocks for sliding
 windows. Random weights with the layers and the K and V of gpt-oss-20b and of Gemma 3 1B, and small
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import ROOT, Args, Opt, Program, Table, ratio
+from harness import MODELS, ROOT, Args, Opt, Program, Table, ratio
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig
@@ -36,26 +36,8 @@ from tests.models import make_model
 
 program = Program(__doc__)
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "gpt_oss": {
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 8,
-        "num_attention_heads": 8,
-        "head_dim": 64,
-        "sliding_window": 128,
-    },
-    "gemma3_text": {
-        "num_hidden_layers": 26,
-        "num_key_value_heads": 1,
-        "num_attention_heads": 1,
-        "head_dim": 256,
-        "sliding_window": 512,
-        "layer_types": [
-            "sliding_attention" if (layer + 1) % 6 else "full_attention" for layer in range(26)
-        ],
-    },
-}
-REPLY = 96  # tokens
+SHAPES = MODELS["windows"]
+REPLY, NUM_REQUESTS = 96, 12  # tokens of a reply, requests at once
 
 
 def stats_of(engine: AsyncEngine) -> SchedulerStats:
@@ -65,9 +47,7 @@ def stats_of(engine: AsyncEngine) -> SchedulerStats:
     return stats
 
 
-async def run_windows(
-    model: Path, cache: CacheConfig, num_tokens: int, num_requests: int
-) -> dict[str, Any]:
+async def run_windows(model: Path, cache: CacheConfig, num_tokens: int) -> dict[str, Any]:
     """What the pools hold, and how many of the requests ran at once."""
     config = EngineConfig(
         model=ModelConfig(
@@ -87,7 +67,7 @@ async def run_windows(
             async for _ in engine.generate(prompt, params):
                 most = max(most, stats_of(engine).num_running_reqs)
 
-        await asyncio.gather(*(generate() for _ in range(num_requests)))
+        await asyncio.gather(*(generate() for _ in range(NUM_REQUESTS)))
         stats = stats_of(engine)
     return {
         "tokens": stats.num_kv_blocks * cache.block_size,
@@ -102,7 +82,6 @@ async def run_windows(
     {"shape": Opt(str, choices=SHAPES)},
     gib=0.5,
     tokens=Opt(2048, "of a request"),
-    requests=12,
 )
 def windows(args: Args) -> dict[str, Any]:
     """Requests at once, with blocks for sliding windows and without."""
@@ -117,7 +96,7 @@ def windows(args: Args) -> dict[str, Any]:
                 kv_cache_gib=args.gib, kv_connector="memory", kv_connector_gib=0.01
             ),
         }.items():
-            found = asyncio.run(run_windows(model, cache, args.tokens, args.requests))
+            found = asyncio.run(run_windows(model, cache, args.tokens))
             table.add({"blocks": name, **found})
     return {"rows": table.rows}
 
@@ -125,6 +104,7 @@ def windows(args: Args) -> dict[str, Any]:
 # Victims.
 
 
+BLOCKS, SLOTS = 500, 96  # of 16 tokens; for states
 VICTIMS = ("policy", "least_computed", "least_lost")
 STEPS = {"step_base_ms": 4.0, "step_prefill_token_us": 50.0, "step_decode_us": 100.0}
 SPEC = {
@@ -141,15 +121,15 @@ SPEC = {
 Found = dict[str, float]
 
 
-def simulated(victim: str, seed: int, args: Args) -> Found:
+def simulated(victim: str, seed: int) -> Found:
     """One run on the virtual clock."""
     config = configure(
         "chunked_prefill",
         STEPS,
         scheduler__victim=victim,
         scheduler__max_num_seqs=32,
-        cache__num_kv_blocks=args.blocks,
-        cache__num_state_slots=args.slots,
+        cache__num_kv_blocks=BLOCKS,
+        cache__num_state_slots=SLOTS,
         model__max_model_len=4096,
     )
     run = measure(config, make_workload(SPEC, seed, "chat"))
@@ -176,16 +156,11 @@ def show(title: str, runs: dict[str, list[Found]]) -> None:
         table.add({"victim": victim, **cells})
 
 
-@program.command(
-    "victims",
-    seeds=5,
-    slots=Opt(96, "for states"),
-    blocks=Opt(500, "of 16 tokens"),
-)
+@program.command("victims", seeds=5)
 def victims(args: Args) -> dict[str, Any]:
     """Which request is preempted, on the virtual clock."""
-    found = {v: [simulated(v, seed, args) for seed in range(args.seeds)] for v in VICTIMS}
-    show(f"virtual clock, {args.blocks} blocks, {args.slots} slots", found)
+    found = {v: [simulated(v, seed) for seed in range(args.seeds)] for v in VICTIMS}
+    show(f"virtual clock, {BLOCKS} blocks, {SLOTS} slots", found)
     return {"virtual": found}
 
 

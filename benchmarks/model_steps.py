@@ -2,9 +2,9 @@
 
     python benchmarks/model_steps.py experts qwen3-moe     # or mixtral, gpt-oss, or a directory
     python benchmarks/model_steps.py quantized 135m [--activations int8]    # or 0.6b, 2m, ...
-    python benchmarks/model_steps.py attention 135m [--quantization int4] [--cpu-time]
-    python benchmarks/model_steps.py adapters [--rows 16] [--adapters 4] [--rank 16] [--threads 1]
-    python benchmarks/model_steps.py states [--models lfm2 mamba] [--against ../other-checkout]
+    python benchmarks/model_steps.py attention 135m [--cpu-time]
+    python benchmarks/model_steps.py adapters [--rank 16] [--threads 1]
+    python benchmarks/model_steps.py states [--models lfm2 mamba]
     python benchmarks/model_steps.py quantized-states
 
 `experts`: steps on fused weights beside those of the modules; the best step of each counts. The
@@ -12,7 +12,7 @@ floor of a decode step is reading, once, what it multiplies with: all but the ex
 experts that its tokens are likely to take, if all are as likely.
 
 `quantized`: steps with quantized weights beside the same model in bfloat16; the lower quartile of
-their steps counts. Weights come from memory, unlike in `kernels.py quantized`.
+their steps counts. Weights come from memory, unlike in `kernel_costs.py quantized`.
 
 `attention`: steps at long contexts with int8 activations, by the cache: that of bfloat16, whose
 attention is in bfloat16, and that of int8, whose attention multiplies bytes; beside both the int8
@@ -25,20 +25,15 @@ The floor is what the adapters' weights add to the bytes that a step reads.
 of 8 layers, 1,024 wide: linear attention, convolutions, Mamba 2 beside or in parallel with
 attention, Mamba 1 alone. Decodes of some rows at once, and prompts; least processor time. A
 decode's floor is its bytes over the rate of a plain read, by one thread; a prompt's the products of
-its weights over the rate of a large one in torch. `--against` measures another checkout, whose
-kernels are built, by turns. `quantized-states`: the same models with `--quantization` beside the
-same without, in bfloat16 on one thread.
+its weights over the rate of a large one in torch. `quantized-states`: the same models with
+`--quantization` beside the same without, in bfloat16 on one thread.
 
 All ways are loaded at once and take turns, as others may use the machine. The last line is JSON.
 """
 
-import json
 import math
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -47,12 +42,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from harness import ROOT, Args, Opt, Program, Table, by_turns, samples, turns
-from make_model import SHAPES, model_path
-from safetensors import safe_open
-from safetensors.torch import save_file
+from harness import MODELS, Args, Opt, Program, Table, by_turns, samples
+from make_model import MODEL, make_adapter, model_path, shapes_of
 from steps import (
     BLOCK_SIZE,
+    NAMED_CASES,
+    THREADS,
     Case,
     Shapes,
     StepBench,
@@ -74,8 +69,7 @@ from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.scheduler import NewRequestData
 
 program = Program(__doc__)
-MODEL = {"model": Opt(str, f"a directory, or one of {', '.join(SHAPES)}")}
-THREADS = Opt(int, "default: one per physical core")
+CHUNK_TOKENS = 2048  # of a prompt, in one step
 CPU_TIME = Opt(False, "seconds of CPU on one thread: beside other work")
 
 
@@ -165,10 +159,9 @@ QUANTIZED_CASES = (
     MODEL,
     threads=THREADS,
     activations=Opt(str, "default: exact", ["int8"]),
-    cases=Opt(str, "names as printed, with commas between; default: all"),
+    cases=NAMED_CASES,
     cpu_time=CPU_TIME,
     rounds=8,
-    chunk=Opt(2048, "prompt tokens in one step"),
 )
 def quantized(args: Args) -> dict[str, Any]:
     """Steps with quantized weights beside those in bfloat16."""
@@ -193,7 +186,7 @@ def quantized(args: Args) -> dict[str, Any]:
     print(", ".join(f"{name} {value}" for name, value in about.items()), precision, sep=", ")
     table = Table({"step": "<24", "bfloat16, ms": "14.2f", "int4": "9.2f", "int8": "9.2f"})
     for case in cases:
-        found = steps_by_turns(benches, case, args.chunk, args.rounds, clock)
+        found = steps_by_turns(benches, case, CHUNK_TOKENS, args.rounds, clock)
         plain, int4, int8 = (statistics.quantiles(found[kind], n=4)[0] for kind in KINDS)
         row = {"bfloat16, ms": 1e3 * plain, "int4": int4 / plain, "int8": int8 / plain}
         table.add({"step": case.name, **row})
@@ -217,11 +210,9 @@ CACHES = {"plain": ("auto", "int8"), "exact": ("int8", None), "int8": ("int8", "
     "attention",
     MODEL,
     threads=THREADS,
-    quantization=Opt("int8", "of the weights", ["int4", "int8"]),
-    cases=Opt(str, "names as printed, with commas between; default: all"),
+    cases=NAMED_CASES,
     cpu_time=CPU_TIME,
     rounds=8,
-    chunk=Opt(2048, "prompt tokens in one step"),
 )
 def attention(args: Args) -> dict[str, Any]:
     """Steps at long contexts, with caches of bfloat16 and of int8."""
@@ -230,8 +221,7 @@ def attention(args: Args) -> dict[str, Any]:
     path = model_path(args.model)
     config = ModelInfo(ModelConfig(model=str(path))).hf_config
     shapes = Shapes.of(config, torch.bfloat16)
-    inner_bytes = 0.5625 if args.quantization == "int4" else 1.0625
-    weights = sum(map(math.prod, shapes.products)) * inner_bytes + math.prod(shapes.head) * 1.0625
+    weights = (sum(map(math.prod, shapes.products)) + math.prod(shapes.head)) * 1.0625
     kv_bytes = shapes.kv_bytes_per_token
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     int8_bytes = kv_bytes * (head_dim + 4) // (2 * head_dim)
@@ -240,7 +230,7 @@ def attention(args: Args) -> dict[str, Any]:
             path,
             threads=threads,
             dtype="bfloat16",
-            quantization=args.quantization,
+            quantization="int8",
             activations=activations,
             kv_cache_dtype=kv_cache_dtype,
             num_kv_tokens=max(case.num_kv_tokens for case in cases),
@@ -249,11 +239,11 @@ def attention(args: Args) -> dict[str, Any]:
         for name, (kv_cache_dtype, activations) in CACHES.items()
     }
     about = {"model": args.model, "kernels": load_kernels().variant, "threads": threads}
-    print(", ".join(f"{name} {value}" for name, value in about.items()), args.quantization)
+    print(", ".join(f"{name} {value}" for name, value in about.items()))
     columns = {"bfloat16, ms": "14.2f", "int8 cache": "12.2f", "int8 attention": "16.2f"}
     table = Table({"step": "<24", **columns, "memory": "8.2f"})
     for case in cases:
-        found = steps_by_turns(benches, case, args.chunk, args.rounds, clock)
+        found = steps_by_turns(benches, case, CHUNK_TOKENS, args.rounds, clock)
         plain, exact, int8 = (min(found[way]) for way in CACHES)
         row = {"bfloat16, ms": 1e3 * plain, "int8 cache": exact / plain}
         row["int8 attention"] = int8 / plain
@@ -263,29 +253,20 @@ def attention(args: Args) -> dict[str, Any]:
         table.add({"step": case.name, **row})
     for bench in benches.values():
         bench.runner.close()
-    return {**about, "quantization": args.quantization, "steps": table.rows}
+    return {**about, "steps": table.rows}
 
 
 # Adapters.
 
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ROWS, ADAPTERS, CONTEXT = 16, 4, 128  # of each kind of decodes
 
 
-@program.command(
-    "adapters",
-    model="135m",
-    rows=16,
-    adapters=4,
-    rank=16,
-    context=128,
-    threads=1,
-    steps=Opt(100, "of each kind"),
-)
+@program.command("adapters", model="135m", rank=16, threads=1, steps=Opt(100, "of each kind"))
 def adapters(args: Args) -> dict[str, Any]:
     """Decodes with adapters beside as many without."""
-    path, count = model_path(args.model), 2 * args.rows
-    per_row = -(-(args.context + args.steps + 12) // BLOCK_SIZE)
+    path, count = model_path(args.model), 2 * ROWS
+    per_row = -(-(CONTEXT + args.steps + 12) // BLOCK_SIZE)
     config = EngineConfig(
         model=ModelConfig(model=str(path)),
         cache=CacheConfig(num_kv_blocks=count * per_row, block_size=BLOCK_SIZE),
@@ -293,7 +274,7 @@ def adapters(args: Args) -> dict[str, Any]:
         runner=RunnerConfig(threads=args.threads),
     )
     runner = load_on_cpu(config, ModelInfo(config.model))
-    names = [f"adapter-{number}" for number in range(args.adapters)]
+    names = [f"adapter-{number}" for number in range(ADAPTERS)]
     num_bytes = 0
     with tempfile.TemporaryDirectory() as folder:
         for number, name in enumerate(names):
@@ -304,56 +285,29 @@ def adapters(args: Args) -> dict[str, Any]:
             runner.adapters.load(name, adapter)
     kinds: dict[str, list[NewRequestData]] = {"without": [], "with": []}
     for number in range(count):
-        kind, row = ("without", "with")[number // args.rows], number % args.rows
+        kind, row = ("without", "with")[number // ROWS], number % ROWS
         blocks = list(range(number * per_row, (number + 1) * per_row))
-        tokens = [(7 * number + place) % 1000 for place in range(args.context)]
+        tokens = [(7 * number + place) % 1000 for place in range(CONTEXT)]
         own = names[row % len(names)] if kind == "with" else ""
-        kinds[kind].append(
-            new_request(str(number), tokens, args.context - 1, blocks, adapter_id=own)
-        )
+        kinds[kind].append(new_request(str(number), tokens, CONTEXT - 1, blocks, adapter_id=own))
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for step in range(args.steps + 6):
         for kind, rows in kinds.items():
             ids = [row.request_id for row in rows]
-            known = dict.fromkeys(ids, args.context - 1 + step) if step else {}
+            known = dict.fromkeys(ids, CONTEXT - 1 + step) if step else {}
             output = plan(step, [] if step else rows, known, dict.fromkeys(ids, 1))
             began = time.process_time()
             runner.execute_model(output)
             if step >= 6:  # the first ones warm up
                 seconds[kind].append(time.process_time() - began)
     without, with_ = (1e3 * statistics.median(own) for own in seconds.values())
-    inner = {name: 2 * weight.numel() for name, weight in weights_of(path)}
-    embedding = next(size for name, size in inner.items() if "embed" in name)
-    read = sum(size for name, size in inner.items() if "embed" not in name) + embedding
+    read = sum(2 * math.prod(shape) for shape in shapes_of(path).values())
     runner.close()
     columns = {"adapters": "9", "CPU ms without": "16.2f", "with": "8.2f", "ratio": "7.2f"}
     table = Table({**columns, "floor": "7.2f"})
-    row = {"CPU ms without": without, "with": with_, "ratio": with_ / without}
-    table.add({"adapters": args.adapters, **row, "floor": 1 + num_bytes / read})
+    times = {"CPU ms without": without, "with": with_, "ratio": with_ / without}
+    table.add({"adapters": ADAPTERS, **times, "floor": 1 + num_bytes / read})
     return {"rows": table.rows}
-
-
-def make_adapter(model: Path, path: Path, rank: int, seed: int) -> Path:
-    """All linear layers, random and small."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, weight in weights_of(model):
-        module = name.removesuffix(".weight")
-        if module.endswith(PROJECTIONS):
-            for side, shape in (("A", (rank, weight.shape[1])), ("B", (weight.shape[0], rank))):
-                factor = torch.randn(shape, generator=generator) * 0.01
-                tensors[f"base_model.model.{module}.lora_{side}.weight"] = factor
-    path.mkdir()
-    save_file(tensors, path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return path
-
-
-def weights_of(model: Path) -> list[tuple[str, torch.Tensor]]:
-    """The weights of a model that is one file."""
-    with safe_open(model / "model.safetensors", framework="pt") as file:
-        return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
 
 
 # States.
@@ -362,48 +316,7 @@ def weights_of(model: Path) -> list[tuple[str, torch.Tensor]]:
 Way = Literal["int8", "int4"] | None
 WAYS: tuple[Way, ...] = (None, "int8", "int4")
 
-COMMON = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": 8192,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-MAMBA2 = {"mamba_d_state": 128, "mamba_n_heads": 32, "mamba_d_head": 64, "mamba_n_groups": 1}
-STATES: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": {  # the linear attention of Qwen3-Next, without its experts
-        "linear_num_value_heads": 16,
-        "linear_num_key_heads": 8,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
-    "lfm2": {"layer_types": (["conv"] * 3 + ["full_attention"]) * 2},
-    "granitemoehybrid": {
-        **MAMBA2,
-        "layer_types": (["mamba"] * 3 + ["attention"]) * 2,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 3072,
-    },
-    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 2048},
-    "mamba": {"intermediate_size": 2048, "state_size": 16},
-    "qwen3_5_moe_text": {
-        "linear_num_value_heads": 16,
-        "linear_num_key_heads": 8,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-    },
-}
+COMMON, STATES = MODELS["common"]["1024 wide"], MODELS["states"]
 DECODES = (1, 4, 16)
 PROMPTS = (512, 4096)
 
@@ -414,7 +327,6 @@ class StatesBench:
     def __init__(
         self,
         model: str,
-        dtype: Literal["bfloat16", "float32"],
         threads: int,
         quantization: Way = None,
         activations: Literal["int8"] | None = None,
@@ -431,7 +343,7 @@ class StatesBench:
             engine = EngineConfig(
                 model=ModelConfig(
                     model=folder,
-                    dtype=dtype,
+                    dtype="bfloat16",
                     skip_tokenizer_init=True,
                     quantization=quantization,
                     activations=activations,
@@ -506,15 +418,14 @@ def measure(model: str, args: Args) -> list[dict[str, Any]]:
     """Milliseconds of each kind of step, and its floor."""
     memory = torch.ones(64 << 20)
     bandwidth = memory.nbytes / least(lambda: memory.sum(), 10)
-    bench = StatesBench(model, args.dtype, args.threads)
-    size = 2 if args.dtype == "bfloat16" else 4
-    x, weight = (torch.ones(n, 1024, dtype=getattr(torch, args.dtype)) for n in (512, 3072))
+    bench = StatesBench(model, args.threads)
+    x, weight = (torch.ones(n, 1024, dtype=torch.bfloat16) for n in (512, 3072))
     rate = 2 * x.numel() * len(weight) / least(lambda: torch.nn.functional.linear(x, weight), 10)
     rows = []
     for decodes in DECODES:
         bench.begin(decodes)
         taken = 1e3 * least(bench.decode, args.repeats)
-        bytes_moved = bench.num_weights * size + 2 * decodes * bench.bytes_per_state
+        bytes_moved = 2 * bench.num_weights + 2 * decodes * bench.bytes_per_state
         floor = 1e3 * bytes_moved / bandwidth
         rows.append({"model": model, "step": f"decode {decodes}", "ms": taken, "floor": floor})
     for num_tokens in PROMPTS:
@@ -526,48 +437,20 @@ def measure(model: str, args: Args) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_by_turns(args: Args) -> list[dict[str, Any]]:
-    """The least of this checkout's times and of the other's, each measured `turns` times."""
-    found: dict[tuple[str, str], dict[Path, dict[str, Any]]] = {}
-    words = [sys.executable, __file__, "states", "--dtype", args.dtype]
-    words += ["--threads", str(args.threads), "--repeats", str(args.repeats)]
-    sides = [ROOT, Path(args.against).resolve()]
-    for model in args.models:
-        for _, side in turns(sides, args.turns):
-            told = subprocess.run(
-                [*words, "--models", model],
-                env={**os.environ, "PYTHONPATH": str(side)},
-                check=True,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for row in json.loads(told.stdout.splitlines()[-1])["rows"]:
-                both = found.setdefault((model, row["step"]), {})
-                both[side] = min(row, both.get(side, row), key=lambda row: float(row["ms"]))
-    rows = [(both[sides[0]], both[sides[1]]["ms"]) for both in found.values()]
-    return [own | {"other ms": other, "ratio": own["ms"] / other} for own, other in rows]
-
-
 @program.command(
     "states",
     models=Opt(list(STATES), choices=STATES),
-    dtype=Opt("bfloat16", choices=("bfloat16", "float32")),
     threads=1,
     repeats=Opt(40, "of a decode; a tenth of a prompt"),
-    against=Opt(str, "another checkout, measured by turns"),
-    turns=Opt(3, "of each checkout"),
 )
 def states(args: Args) -> dict[str, Any]:
     """Models with states, beside their floors."""
     torch.set_num_threads(1)
-    if args.against:
-        rows = measure_by_turns(args)
-    else:
-        rows = [row for model in args.models for row in measure(model, args)]
     columns = {"model": "<18", "step": "12", "ms": "9.2f", "floor": "9.2f", "x": "6.2f"}
-    table = Table(columns | ({"other ms": "10.2f", "ratio": "7.2f"} if args.against else {}))
-    for row in rows:
-        table.add({**row, "x": row["ms"] / row["floor"]})
+    table = Table(columns)
+    for model in args.models:
+        for row in measure(model, args):
+            table.add({**row, "x": row["ms"] / row["floor"]})
     return {"rows": table.rows}
 
 
@@ -582,8 +465,7 @@ def quantized_states(args: Args) -> dict[str, Any]:
     table = Table({"model": "<18", "step": "<12", "int8": "8.2f", "int4": "8.2f"})
     for model in args.models:
         benches = {
-            way: StatesBench(model, "bfloat16", 1, way, args.activations if way else None)
-            for way in WAYS
+            way: StatesBench(model, 1, way, args.activations if way else None) for way in WAYS
         }
         for decodes in (*DECODES, 0):
             for bench in benches.values() if decodes else ():

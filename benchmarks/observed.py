@@ -1,38 +1,27 @@
-"""What it costs to be looked at: scrapes and traces, a shadow policy, the page with live steps.
+"""What it costs to be looked at: a shadow policy, the page with live steps.
 
-    python benchmarks/observed.py metrics [--streams 256] [--step-ms 20] [--seconds 4] [--rounds 5]
-    python benchmarks/observed.py shadow [--policy hrrn] [--clients 16] [--seconds 8] [--simulated]
-    python benchmarks/observed.py page [--streams 256] [--step-ms 20] [--seconds 4] [--rounds 5]
+    python benchmarks/observed.py shadow [--seconds 8] [--rounds 3]
+    python benchmarks/observed.py page [--streams 256] [--step-ms 20] [--seconds 4]
     python benchmarks/observed.py browser [--requests 1000]
-
-`metrics`: streams in a closed loop on the simulated runner, in one process, whose CPU time per
-token is measured: with nobody who looks; with a scrape of all metrics each second; with a trace of
-every request, whose spans are made and then dropped. Ratios to the turn before, of nobody; and what
-one scrape takes. Counting goes on in all of them.
 
 `shadow`: the same load with a shadow policy and without, in turns: clients in a closed loop, with
 prompts of 200 tokens, replies of 100. The shadow follows five seconds behind, so measuring begins
 after that. Output tokens per second and gaps between tokens, the share of the event loop's time
 that the shadow took (bounded by --shadow-max-share), and what a shadowed step cost.
 
-`page`: first the share of the event loop's time that notes and frames take, by a clock around them,
-in one process with a client that looks. Then a server in a process of its own, and the same streams
-over HTTP from another. In turns none and several clients look at GET /watch/steps: tokens per
-second, and the CPU time of the server's process per token, as ratios of neighbouring turns. That
-needs a machine with nothing else to do, and cores for all: with --step-ms 0 the event loop is all
-that limits the tokens. `browser`: pictures a second of the page in a headless Chromium with many
-requests at once, by its requestAnimationFrame. The last line is JSON.
+`page`: the share of the event loop's time that records and frames take, by a clock around them, in
+one process with a client that looks; with --step-ms 0 the event loop is all that limits the tokens.
+`browser`: pictures a second of the page in a headless Chromium with many requests at once, by its
+requestAnimationFrame. The last line is JSON.
 """
 
 import asyncio
 import contextlib
 import functools
-import re
-import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from itertools import pairwise
 from multiprocessing import get_context
 from typing import Any
@@ -44,9 +33,6 @@ from harness import (
     Args,
     Opt,
     Program,
-    Server,
-    Table,
-    cpu_seconds,
     medians,
     percentile,
     ratio,
@@ -55,12 +41,11 @@ from harness import (
 )
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.engine.live_feed import AWAY_SECONDS, FeedObserver, LiveFeed
+from aioserve.engine.live_feed import FeedObserver, LiveFeed
 from aioserve.engine.operations import ShowSteps
 from aioserve.lab.shadow import LAG_SECONDS
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 50, 400
-NOBODY, SCRAPES, TRACES = KINDS = ("nobody", "scrapes", "traces")
 
 program = Program(__doc__)
 
@@ -83,68 +68,6 @@ async def going(*work: Any) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-# Metrics and traces.
-
-
-async def scrape(engine: AsyncEngine, times: list[float]) -> None:
-    """Each second, as Prometheus does."""
-    while True:
-        began = time.perf_counter()
-        engine.metrics.render()
-        times.append(time.perf_counter() - began)
-        await asyncio.sleep(1)
-
-
-async def cpu_per_token(kind: str, args: Args, times: list[float]) -> float:
-    """Microseconds of CPU per token."""
-    settings = [
-        ("runner.runner", "simulated"),
-        ("runner.step_base_ms", args.step_ms),
-        ("scheduler.max_num_seqs", args.streams),
-    ]
-    if kind == TRACES:
-        settings.append(("server.otlp_traces_endpoint", "http://127.0.0.1:1/v1/traces"))
-    async with AsyncEngine(EngineConfig.load(None, settings)) as engine:
-        work = [client(engine, i, 100) for i in range(args.streams)]
-        work += [scrape(engine, times)] if kind == SCRAPES else []
-        async with going(*work):
-            await asyncio.sleep(1)
-            before, tokens = time.process_time(), engine.metrics.num_generation_tokens
-            await asyncio.sleep(args.seconds)
-            spent = time.process_time() - before
-            made = engine.metrics.num_generation_tokens - tokens
-    return 1e6 * spent / made
-
-
-def drop_spans() -> None:
-    """Nobody collects them: what is measured is how they are made and handed on."""
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    from aioserve.engine import builder
-
-    vars(builder)["make_exporter"] = lambda endpoint: InMemorySpanExporter()
-
-
-@program.command("metrics", streams=256, step_ms=20.0, seconds=4.0, rounds=5)
-def metrics(args: Args) -> dict[str, Any]:
-    """Scrapes and traces, beside nobody who looks."""
-    drop_spans()
-    times: list[float] = []
-    ratios: dict[str, list[float]] = {kind: [] for kind in KINDS[1:]}
-    table = Table({"kind": "<10", "us/token": "10.2f", NOBODY: "10.2f", "ratio": "8.3f"})
-    for _ in range(args.rounds):
-        for kind, found in ratios.items():
-            alone, own = (asyncio.run(cpu_per_token(it, args, times)) for it in (NOBODY, kind))
-            found.append(own / alone)
-            table.add({"kind": kind, "us/token": own, NOBODY: alone, "ratio": own / alone})
-    told = {kind: statistics.median(found) for kind, found in ratios.items()}
-    scrape_ms = 1e3 * statistics.median(times)
-    for kind, value in told.items():
-        print(f"{kind}: {value:.3f} times the CPU per token")
-    print(f"a scrape: {scrape_ms:.2f} ms")
-    return {"ratios": told, "scrape_ms": scrape_ms}
 
 
 # A shadow policy.
@@ -201,21 +124,17 @@ async def run_shadowed(config: EngineConfig, num_clients: int, seconds: float) -
 
 @program.command(
     "shadow",
-    policy="hrrn",
     clients=16,
     seconds=8.0,
     rounds=3,
-    model=Opt(str, "model directory; default: the embedded model"),
-    simulated=Opt(False, "no model, modelled step times"),
+    model=Opt("embedded", "or a directory"),
 )
 def shadow(args: Args) -> dict[str, Any]:
     """A shadow policy, beside none."""
-    settings: list[tuple[str, Any]] = [] if args.model is None else [("model.model", args.model)]
-    if args.simulated:
-        settings.append(("runner.runner", "simulated"))
+    settings: list[tuple[str, Any]] = [("model.model", args.model)]
     configs = {
         "without": EngineConfig.load(None, settings),
-        "with": EngineConfig.load(None, [*settings, ("shadow.shadow_policy", args.policy)]),
+        "with": EngineConfig.load(None, [*settings, ("shadow.shadow_policy", "hrrn")]),
     }
     found: dict[str, list[dict[str, float]]] = {name: [] for name in configs}
     for _, name in turns(list(configs), args.rounds):
@@ -257,38 +176,6 @@ def run_streams(url: str, count: int) -> None:
             await asyncio.gather(*(stream(session, url, i) for i in range(count)))
 
     asyncio.run(run())
-
-
-def run_looker(url: str) -> None:
-    """Reads the stream of steps, and does nothing with it: a browser has a core of its own."""
-
-    async def run() -> None:
-        async with (
-            aiohttp.ClientSession(read_bufsize=2**22) as session,
-            session.get(f"{url}/watch/steps", timeout=aiohttp.ClientTimeout()) as response,
-        ):
-            response.raise_for_status()
-            async for _ in response.content.iter_any():
-                pass
-
-    asyncio.run(run())
-
-
-class Reading:
-    """Tokens, CPU seconds of the server, and seconds, at a moment."""
-
-    def __init__(self, server: Server) -> None:
-        text = server.get("/metrics")
-        found = re.search(r"^aioserve_generation_tokens_total (\S+)$", text, re.MULTILINE)
-        assert found is not None
-        self.tokens, self.cpu = float(found[1]), cpu_seconds(server.pid)
-        self.now = time.perf_counter()
-
-    def since(self, before: "Reading") -> tuple[float, float]:
-        """Tokens per second, and microseconds of CPU per token."""
-        tokens = self.tokens - before.tokens
-        cpu = self.cpu - before.cpu
-        return tokens / (self.now - before.now), 1e6 * cpu / max(tokens, 1)
 
 
 class Stopwatch:
@@ -373,52 +260,10 @@ def words_of(settings: dict[str, object]) -> list[str]:
     return [f"--set={name}={value}" for name, value in settings.items()]
 
 
-def measure_cost(args: Args) -> dict[str, object]:
-    """Tokens per second and CPU per token of a server at which some look, to those alone."""
-    spawn = get_context("spawn")
-    found: dict[int, list[tuple[float, float]]] = {0: [], args.lookers: []}
-    with ExitStack() as stack:
-        words = words_of(simulated_steps(args.streams, args.step_ms))
-        server = stack.enter_context(serving(*words))
-        load = spawn.Process(target=run_streams, args=(server.url, args.streams), daemon=True)
-        load.start()
-        stack.callback(load.terminate)
-        time.sleep(4)
-        for _, count in turns(list(found), args.rounds):
-            looking = [
-                spawn.Process(target=run_looker, args=(server.url,), daemon=True)
-                for _ in range(count)
-            ]
-            for process in looking:
-                process.start()
-            time.sleep(AWAY_SECONDS + 1)  # until they look, or those before are forgotten
-            before = Reading(server)
-            time.sleep(args.seconds)
-            found[count].append(Reading(server).since(before))
-            for process in looking:
-                process.terminate()
-                process.join()
-            rate, cost = found[count][-1]
-            print(f"{count} look: {rate:9.0f} tokens/s, {cost:.2f} us of CPU per token", flush=True)
-    (speeds, costs), (alone, alone_costs) = (
-        zip(*found[count], strict=True) for count in (args.lookers, 0)
-    )
-    told = {
-        "tokens_per_second": round(statistics.median(alone)),
-        "tokens_ratio": round(ratio(speeds, alone), 4),
-        "cpu_ratio": round(ratio(costs, alone_costs), 4),
-    }
-    print("looked at: " + "  ".join(f"{name} {value}" for name, value in told.items()))
-    return {**told, "turns": found}
-
-
-@program.command(
-    "page", streams=256, lookers=1, seconds=Opt(4.0, "of a turn"), rounds=5, step_ms=20.0
-)
-def page(args: Args) -> dict[str, Any]:
-    """The page's stream of steps."""
-    loop = asyncio.run(measure_share(args.streams, args.seconds, args.step_ms))
-    return {"loop": loop, "server": measure_cost(args)}
+@program.command("page", streams=256, seconds=4.0, step_ms=20.0)
+async def page(args: Args) -> dict[str, Any]:
+    """The time of the event loop that records and frames of the page take."""
+    return await measure_share(args.streams, args.seconds, args.step_ms)
 
 
 @program.command("browser", requests=Opt(1000, "at once"), seconds=4.0)

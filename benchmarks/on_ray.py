@@ -22,8 +22,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,12 +31,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-import harness
 import msgspec
 import numpy as np
-import psutil
 import ray
-from harness import Args, Opt, Program, Stream, Table, free_port, send_streams, serving
+from harness import (
+    Args,
+    Opt,
+    Program,
+    Stream,
+    Table,
+    cpu_seconds,
+    free_port,
+    process_title,
+    ratio,
+    send_streams,
+    serving,
+    tree,
+)
 from ray import serve
 
 from aioserve.config import EngineConfig
@@ -213,12 +222,12 @@ SLOW: dict[str, Any] = {
 }
 
 
-def run_simulated(router: str, workload: Workload, delay: float) -> dict[str, Any]:
-    """The same in virtual time, where the router hears of all after `delay` seconds."""
+def run_simulated(router: str, workload: Workload) -> dict[str, Any]:
+    """The same in virtual time, where the router hears of all after 30 ms."""
     settings = [(name, str(value)) for name, value in SLOW.items() if name != "runner.runner"]
     candidates = load_candidates(["chunked_prefill"], settings)
     (one,), (workload,), _ = prepare(candidates, [workload], is_live=False, clip=True)
-    outcome = simulate_fleet(one.config, workload, Fleet(2, router, knowledge_delay=delay))
+    outcome = simulate_fleet(one.config, workload, Fleet(2, router, knowledge_delay=0.03))
     requests = [request for request in outcome.requests if request.is_finished]
     prompts = sum(request.num_prompt_tokens for request in workload.requests)
     times = {
@@ -240,8 +249,6 @@ def run_simulated(router: str, workload: Workload, delay: float) -> dict[str, An
     workload="sessions",
     limit=Opt(70, "requests"),
     time_scale=2.0,
-    routers=["least_work", "prefix"],
-    delay=Opt(0.03, "seconds until a simulated router knows"),
 )
 def fidelity(args: Args) -> dict[str, Any]:
     """Each router in virtual time, then live."""
@@ -250,8 +257,8 @@ def fidelity(args: Args) -> dict[str, Any]:
     print(f"{len(workload.requests)} requests in {workload.duration:.0f} s")
     table = Table(COLUMNS)
     with local_ray():
-        for router in args.routers:
-            table.add({"router": router, **run_simulated(router, workload, args.delay)})
+        for router in ("least_work", "prefix"):
+            table.add({"router": router, **run_simulated(router, workload)})
             table.add({"router": router, **asyncio.run(run_live(router, workload, SLOW))})
     return {"rows": table.rows}
 
@@ -396,36 +403,13 @@ def haproxy(direct: int) -> Iterator[str | None]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "haproxy.cfg"
         file.write_text(HAPROXY.format(port=port, direct=direct))
-        process = subprocess.Popen([binary, "-db", "-f", str(file)], stderr=subprocess.DEVNULL)
-        try:
-            wait_for(port)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def wait_for(port: int) -> None:
-    """Return when a process listens on a port of loopback. Raises `TimeoutError` after a minute."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        time.sleep(0.05)
-    raise TimeoutError(f"no process listens on port {port}")
+        with serving(program=(binary, "-db", "-f", file), port=port, patience=60.0) as server:
+            yield server.url
 
 
 def parts() -> set[int]:
     """The processes of ingresses and replicas."""
-    found = psutil.Process().children(recursive=True)
-    return {process.pid for process in found if "ServeReplica:aioserve" in command_of(process)}
-
-
-def command_of(process: psutil.Process) -> str:
-    """The command line of a process; empty for one that has ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return " ".join(process.cmdline())
-    return ""
+    return {pid for pid in tree(os.getpid()) if "ServeReplica:aioserve" in process_title(pid)}
 
 
 async def restarted(args: Args, url: str, change: Callable[[], None]) -> dict[str, Any]:
@@ -498,14 +482,14 @@ class Way(NamedTuple):
 
     name: str
     url: str
-    processes: Callable[[], list[psutil.Process]]
+    processes: Callable[[], set[int]]
 
     def cpu_seconds(self) -> dict[str, float]:
         """User and system time so far, by what processes are."""
         found: dict[str, float] = {}
-        for process in self.processes():
-            if part := part_of(process):
-                found[part] = found.get(part, 0.0) + harness.cpu_seconds(process.pid)
+        for pid in self.processes():
+            if part := part_of(pid):
+                found[part] = found.get(part, 0.0) + cpu_seconds(pid)
         return found
 
     def measure(self, load: Callable[[str], Any], count: int) -> tuple[dict[str, float], float]:
@@ -517,23 +501,13 @@ class Way(NamedTuple):
         return {part: 1e6 * own / count for part, own in spent.items()}, count / seconds
 
 
-def part_of(process: psutil.Process) -> str:
+def part_of(pid: int) -> str:
     """What a process is, of those that a way has; empty for one that has ended."""
-    command = command_of(process)
+    title = process_title(pid)
     for mark, part in (("Ingress", "ingress"), ("engine-", "replica"), ("Proxy", "proxy")):
-        if command.startswith("ray::") and mark in command:
+        if title.startswith("ray::") and mark in title:
             return part
-    return "server" if "-m aioserve" in command else command and "the rest of Ray"
-
-
-def of_ray() -> list[psutil.Process]:
-    """All that this process has started for Ray, the server of the other way left out."""
-    return [
-        process
-        for child in psutil.Process().children()
-        if "aioserve" not in command_of(child)
-        for process in (child, *child.children(recursive=True))
-    ]
+    return "server" if "-m aioserve" in title else title and "the rest of Ray"
 
 
 class Brief(Stream):
@@ -584,9 +558,12 @@ def tokens(args: Args) -> dict[str, Any]:
     }
     with serving(*words) as server, local_ray(port):
         deploy({"settings": settings, "router": "least_work", "direct_port": direct})
-        own = psutil.Process(server.pid)
+
+        def of_ray() -> set[int]:
+            return tree(os.getpid()) - tree(server.pid) - {os.getpid()}
+
         ways = [
-            Way("plain server", server.url, lambda: [own, *own.children(recursive=True)]),
+            Way("plain server", server.url, lambda: tree(server.pid)),
             Way("Ray, direct_port", f"http://127.0.0.1:{direct}", of_ray),
             Way("Ray, its proxy", f"http://127.0.0.1:{port}", of_ray),
         ]
@@ -613,7 +590,7 @@ def tokens(args: Args) -> dict[str, Any]:
                 least = costs.index(min(costs))
                 row[f"us_per_{name}"] = costs[least]
                 row[f"us_per_{name}_by_part"] = found[way.name, name][least][0]
-                row[f"{name}_ratio"] = harness.ratio(costs, base)
+                row[f"{name}_ratio"] = ratio(costs, base)
                 row[f"{name}s_per_s"] = max(rate for _, rate in found[way.name, name])
             table.add({"way": way.name, **row})
             print(json.dumps({name: row[f"us_per_{name}_by_part"] for name in loads}))

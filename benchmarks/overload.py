@@ -1,36 +1,73 @@
-"""Ten times what a server can serve, for two minutes: what it answers, keeps, and how it recovers.
+"""What a server does with more than it can serve, and with bad clients: overload, hostile clients.
 
-    python benchmarks/overload.py [--seconds 120] [--times 10] [--plot docs/overload.svg]
+    python benchmarks/overload.py flood [--seconds 120] [--times 10] [--plot docs/overload.svg]
+    python benchmarks/overload.py hostile [--seconds 4] [--rounds 3] [--kind idle ...]
 
-A real server with simulated steps of 20 ms and 16 seats. First its capacity, from clients that ask
-again as soon as they are answered; then half of that as Poisson arrivals, ten times of it, and half
-of it again. A request counts for goodput when it has all of its tokens and the first one came
-within `--slo` seconds. The table tells phases, then each limit with what was seen; the last line is
-JSON. With few cores, the clients take some of the server's.
+`flood`: a real server with simulated steps of 20 ms and 16 seats. First its capacity, from clients
+that ask again as soon as they are answered; then half of that as Poisson arrivals, ten times of it,
+and half of it again. A request counts for goodput when it has all of its tokens and the first one
+came within `--slo` seconds. The table tells phases, then each limit with what was seen. With few
+cores, the clients take some of the server's.
+
+`hostile`: what slow, silent and greedy clients cost those who behave, tokens a second and the p99
+gap, with and without them, in turns. A server with simulated steps of 5 ms, good clients in a
+closed loop of streams, and beside them, in a process of their own, one kind of bad client at a
+time. That process takes cores as well: how much is told, and it is missing where there are few.
+Ratios of with to without, and how many cores more the server takes, which is what a busy machine
+can tell as well: medians over rounds. The last line is JSON.
 """
 
 import asyncio
+import contextlib
 import json
 import random
 import re
 import statistics
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
 import psutil
-from harness import Args, Opt, Panel, Program, Table, draw, serving, told_of
-from hostile import HEAD
+from harness import (
+    Args,
+    Opt,
+    Panel,
+    Program,
+    Table,
+    cpu_seconds,
+    draw,
+    process,
+    serving,
+    told_of,
+)
 
-STEPS = ["--step-base-ms", "20", "--step-decode-us", "0", "--step-context-token-us", "0"]
+BEGIN = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 PROMPT_TOKENS = 32
 OUTPUT_TOKENS = (16, 48)  # evenly between
 PATIENCE = 60.0  # seconds after which a request counts as unanswered
 RECOVERY_SECONDS = 5.0
 MOST_GROWTH_MIB = 48.0
 METRIC = re.compile(r"^aioserve_num_requests_(running|waiting) (\S+)$", re.MULTILINE)
+
+
+program = Program(__doc__)
+
+
+def steps_of(ms: int) -> list[str]:
+    """Words for a server whose steps take that many milliseconds, whoever is in them."""
+    words = ["--runner", "simulated", "--step-base-ms", str(ms)]
+    return [*words, "--step-decode-us", "0", "--step-context-token-us", "0"]
+
+
+def posted(body: bytes, more: str = "") -> bytes:
+    """A whole request, perhaps with more headers."""
+    return f"{BEGIN}Content-Length: {len(body)}\r\n{more}\r\n".encode() + body
+
+
+# A flood.
 
 
 class Asked(NamedTuple):
@@ -62,13 +99,12 @@ async def ask(server: Server) -> Asked:
     prompt = [random.randrange(3, 2000) for _ in range(PROMPT_TOKENS)]
     fields = {"max_tokens": random.randint(*OUTPUT_TOKENS), "ignore_eos": True, "stream": True}
     body = json.dumps({"prompt": prompt, **fields}).encode()
-    head = HEAD.replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n").format(len(body)).encode()
     sent, first, data = time.perf_counter(), None, b""
     try:
         async with asyncio.timeout(PATIENCE):
             reader, writer = await asyncio.open_connection(server.host, server.port)
             try:
-                writer.write(head + body)
+                writer.write(posted(body, "Connection: close\r\n"))
                 while received := await reader.read(65536):
                     data += received
                     if first is None and b'"text":' in received:
@@ -330,10 +366,8 @@ async def measure(server: Server, given: Args) -> Measured:
     return found
 
 
-program = Program(__doc__)
-
-
 @program.command(
+    "flood",
     words={"flags": Opt([], "more flags of the server, after --")},
     seconds=Opt(120.0, "of overload"),
     calm=Opt(15.0, "seconds of each other phase"),
@@ -344,10 +378,10 @@ program = Program(__doc__)
     api_workers=0,
     plot=Opt(Path, "an SVG file to write"),
 )
-async def main(given: Args) -> dict[str, Any]:
+async def flood(given: Args) -> dict[str, Any]:
     """Start the server, measure, print."""
     random.seed(0)
-    words = ["--runner", "simulated", *STEPS, "--max-num-seqs", str(given.seats)]
+    words = [*steps_of(20), "--max-num-seqs", str(given.seats)]
     words += ["--max-waiting-requests", str(given.waiting)]
     words += ["--api-workers", str(given.api_workers), *given.flags]
     with serving(*words) as started:
@@ -362,6 +396,193 @@ async def main(given: Args) -> dict[str, Any]:
     if given.plot:
         plot(given.plot, phases, seen, server)
     return {"phases": table.rows, "limits": limits}
+
+
+# Hostile clients.
+
+
+BODY = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
+
+
+async def good_client(host: str, port: int, gaps: list[float]) -> None:
+    """Streams, one after the other, on connections of its own; notes how far tokens are apart."""
+    body = json.dumps(BODY).encode()
+    while True:
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(posted(body))
+        last, tail = None, b""
+        while b"[DONE]" not in tail:
+            data = await reader.read(65536)
+            if not data:
+                raise ConnectionError(f"a good client was cut off: {tail!r}")
+            now = time.perf_counter()
+            num_tokens = data.count(b'"text":')
+            if last is not None and num_tokens:
+                gaps.extend([now - last] + [0.0] * (num_tokens - 1))
+            last, tail = now, (tail + data)[-64:]
+        writer.close()
+
+
+class Behaved(NamedTuple):
+    """What those who behave got, and what it cost."""
+
+    rate: float  # tokens a second
+    gap: float  # p99, ms
+    cores: float  # that the server took
+
+
+async def beside(host: str, port: int, server: int, arguments: Args) -> Behaved:
+    """Measure a server for `arguments.seconds`; `server` is its process."""
+    gaps: list[float] = []
+    clients = (good_client(host, port, gaps) for _ in range(arguments.streams))
+    tasks = [asyncio.create_task(client) for client in clients]
+    await asyncio.sleep(0.5)  # until all stream
+    gaps.clear()
+    since, before = time.perf_counter(), cpu_seconds(server)
+    await asyncio.wait(tasks, timeout=arguments.seconds, return_when=asyncio.FIRST_EXCEPTION)
+    elapsed, cpu = time.perf_counter() - since, cpu_seconds(server) - before
+    for task in tasks:
+        if task.done():
+            task.result()
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return Behaved(len(gaps) / elapsed, percentile(gaps, 99), cpu / elapsed)
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    host: str, port: int
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection, whatever becomes of it."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        with contextlib.suppress(ConnectionError):
+            yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def idle(host: str, port: int) -> None:
+    """2,000 of them say nothing."""
+    held = [await asyncio.open_connection(host, port) for _ in range(2000)]
+    await asyncio.sleep(3600)
+    del held
+
+
+def drip(begin: bytes, piece: bytes) -> Callable[[str, int], Coroutine[Any, Any, None]]:
+    """200 who send a bit a second."""
+
+    async def one(host: str, port: int) -> None:
+        while True:
+            async with connected(host, port) as (_, writer):
+                writer.write(begin)
+                while not writer.is_closing():
+                    await asyncio.sleep(1)
+                    writer.write(piece)
+                    await writer.drain()
+
+    async def many(host: str, port: int) -> None:
+        await asyncio.gather(*(one(host, port) for _ in range(200)))
+
+    return many
+
+
+def again(data: bytes, per_second: float) -> Callable[[str, int], Coroutine[Any, Any, None]]:
+    """Sends it on a new connection so often, and reads what comes."""
+
+    async def send(host: str, port: int) -> None:
+        while True:
+            due = time.perf_counter() + 1 / per_second
+            async with connected(host, port) as (reader, writer):
+                writer.write(data)
+                await asyncio.wait([asyncio.ensure_future(reader.read(4096))], timeout=2)
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+
+    return send
+
+
+async def never_reads(host: str, port: int) -> None:
+    """Eight streams that nobody reads: their tokens are computed, as everybody's."""
+    body = json.dumps({**BODY, "max_tokens": 3000}).encode()
+    held = []
+    for _ in range(8):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(posted(body))
+        held.append((reader, writer))
+    await asyncio.sleep(3600)
+
+
+async def half_closes(host: str, port: int) -> None:
+    """Fifty a second who ask and close their half at once."""
+    body = json.dumps(BODY).encode()
+    while True:
+        async with connected(host, port) as (reader, writer):
+            writer.write(posted(body))
+            writer.write_eof()
+            await asyncio.wait([asyncio.ensure_future(reader.read(4096))], timeout=1)
+        await asyncio.sleep(0.02)
+
+
+KINDS: dict[str, Callable[[str, int], Coroutine[Any, Any, None]]] = {
+    "idle": idle,
+    "slow heads": drip(BEGIN.encode(), b"X-A: b\r\n"),
+    "slow bodies": drip(f"{BEGIN}Content-Length: 10000\r\n\r\n".encode(), b" "),
+    "1 MB of headers": again(b"GET / HTTP/1.1\r\n" + b"X-A: " + b"a" * 2**20, 10),
+    "64 MB of body": again(posted(bytes(2**26)), 1),
+    "64 MB in chunks": again(
+        BEGIN.encode() + b"Transfer-Encoding: chunked\r\n\r\n4000000\r\n" + bytes(2**26),
+        1,
+    ),
+    "invalid UTF-8": again(posted(b'{"prompt": "\xff"}'), 50),
+    "deep JSON": again(posted(b'{"prompt": ' + b"[" * 100_000), 50),
+    "no HTTP": again(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 10, 50),
+    "never reads": never_reads,
+    "half-closes": half_closes,
+}
+
+
+async def compare(
+    kind: str, host: str, port: int, server: int, arguments: Args
+) -> dict[str, float]:
+    """One kind of bad client: medians over rounds."""
+    rates, gaps, more, cpu = [], [], [], []
+    for _ in range(arguments.rounds):
+        without = await beside(host, port, server, arguments)
+        with process(__file__, "be", kind, host, str(port)) as bad:
+            await asyncio.sleep(2)  # it starts, and opens its connections
+            before = cpu_seconds(bad.pid)
+            theirs = await beside(host, port, server, arguments)
+            cpu.append((cpu_seconds(bad.pid) - before) / arguments.seconds)
+            if bad.poll() is not None:
+                raise RuntimeError(f"{kind}: the bad clients have ended")
+        rates.append(theirs.rate / without.rate)
+        gaps.append(theirs.gap / without.gap)
+        more.append(theirs.cores - without.cores)
+    return {
+        "tokens/s": round(statistics.median(rates), 3),
+        "p99 gap": round(statistics.median(gaps), 3),
+        "cores more": round(statistics.median(more), 3),
+        "their cores": round(statistics.median(cpu), 2),
+    }
+
+
+@program.command("hostile", streams=16, seconds=4.0, rounds=3, kind=Opt(list(KINDS), choices=KINDS))
+async def hostile(args: Args) -> dict[str, Any]:
+    """What each kind of bad client costs those who behave."""
+    columns = {"tokens/s": "10.2f", "p99 gap": "10.2f", "cores more": "11.3f"}
+    table = Table({"beside": "<18", **columns, "their cores": "13.2f"})
+    with serving(*steps_of(5)) as server:
+        for kind in args.kind:
+            found = await compare(kind, *server.address, server.pid, args)
+            table.add({"beside": kind, **found})
+    return {"rows": table.rows}
+
+
+@program.command("be", {"kind": str, "host": str, "port": int})
+async def be(args: Args) -> None:
+    """Be a bad client, until the process is ended."""
+    await KINDS[args.kind](args.host, args.port)
 
 
 if __name__ == "__main__":

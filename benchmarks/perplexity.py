@@ -1,4 +1,4 @@
-"""How well a model predicts a text: by the type of its weights, of K and V, activations, logits.
+"""How well a model predicts a text: by the type of its weights, of K and V, of activations.
 
     python benchmarks/perplexity.py TEXT
     python benchmarks/perplexity.py TEXT --model smollm2 --types bfloat16 int8 int4 Q4_1
@@ -6,7 +6,6 @@
     python benchmarks/perplexity.py TEXT --model smollm2 --activations    # exact and int8
     python benchmarks/perplexity.py TEXT --model smollm2 --activations --kv-cache    # and both
     python benchmarks/perplexity.py TEXT --model FILE.gguf --beside-llama-cpp
-    python benchmarks/perplexity.py [TEXT] --model smollm2 --logits [--prompts 200]
 
 Weights are rounded to a type and unpacked again, and `transformers` computes in float32: measured
 are types, not kernels. `int4/64` is int4 in groups of 64 inputs. `stored` is what the model has on
@@ -16,12 +15,7 @@ with `--activations`, with activations as they are and quantized to int8; with b
 way of one with each of the other, of which the last also multiplies bytes in attention. With
 `--activations` it also counts the tokens at which the first choice is the same, and those of greedy
 replies up to the first that differs, after each window's first half.
-
-With `--logits`, pieces of TEXT are prompts. A reference in float32 continues each greedily; then
-the model in bfloat16 reads prompt and reply, once with its logits rounded to bfloat16 and once as
-they are. Counted are the tokens of the replies at which its first choice is the reference's, those
-at which two tokens share the first place, and the replies that it writes itself like the reference
-to the end. TEXT is by default that of Python's own help pages. The last line is JSON.
+TEXT is by default that of Python's own help pages. The last line is JSON.
 """
 
 import asyncio
@@ -44,14 +38,12 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import EMBEDDED_MODEL, CacheConfig, ModelConfig
 from aioserve.features.quantized import quantize
 from aioserve.model_source.info import ModelInfo
-from aioserve.runner.fused.model import FusedModel
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-PROMPT_TOKENS = REPLY_TOKENS = 64
+REPLY_TOKENS = 64
 # `build_peers.py llama.cpp` puts it there.
 LLAMA_PERPLEXITY = PEERS / "llama.cpp" / "llama-perplexity"
 TYPES = ("stored", "bfloat16", "int8", "int4", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-LOGITS = ("float32", "bfloat16, rounded", "bfloat16")
 
 
 def rounded(weight: Tensor, kind: str, is_inner: bool) -> Tensor:
@@ -171,87 +163,6 @@ def by_llama_cpp(args: Args, windows: Tensor) -> float:
     return float(found[1])
 
 
-class Read(NamedTuple):
-    """What a model makes of the prompts and of the reference's replies."""
-
-    replies: list[list[int]]  # its own, greedily
-    loss: float  # of all tokens of the prompts but their first
-    num_same: int  # tokens of the reference's replies that are its first choice
-    num_ties: int  # of them and all others: where the first place is shared
-
-
-class Rounded:
-    """Inside the block, logits are rounded to bfloat16, as products of that type are."""
-
-    def __enter__(self) -> None:
-        self._whole = {name: getattr(FusedModel, name) for name in ("forward", "logits")}
-        for name, method in self._whole.items():
-            setattr(FusedModel, name, self._rounding(method))
-
-    def __exit__(self, *_: object) -> None:
-        for name, method in self._whole.items():
-            setattr(FusedModel, name, method)
-
-    @staticmethod
-    def _rounding(method: Any) -> Any:
-        return lambda *args: method(*args).to(torch.bfloat16)
-
-
-async def collect(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Any:
-    """The tokens of the reply, and the log-probabilities of the prompt's tokens."""
-    tokens: list[int] = []
-    of_prompt: Any = None
-    async for output in engine.generate(prompt, params):
-        tokens += output.token_ids
-        of_prompt = of_prompt or output.prompt_logprobs
-    return tokens, of_prompt
-
-
-async def read(
-    model: str, dtype: Any, prompts: list[list[int]], reference: list[list[int]] | None
-) -> Read:
-    """Let a model write its own replies, then read those of the `reference`, or its own."""
-    config = EngineConfig(
-        model=ModelConfig(model=model, dtype=dtype), cache=CacheConfig(enable_prefix_caching=False)
-    )
-    writes = SamplingParams(max_tokens=REPLY_TOKENS, temperature=0.0, ignore_eos=True)
-    reads = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2)
-    loss, num_same, num_ties = 0.0, 0, 0
-    async with AsyncEngine(config) as engine:
-        written = await asyncio.gather(*(collect(engine, prompt, writes) for prompt in prompts))
-        replies = [tokens for tokens, _ in written]
-        for prompt, reply in zip(prompts, reference or replies, strict=True):
-            _, entries = await collect(engine, prompt + reply, reads)
-            loss -= sum(entry.logprob for entry in entries[1 : len(prompt)])
-            for entry, token in zip(entries[len(prompt) :], reply, strict=True):
-                num_ties += entry.top_logprobs[0] == entry.top_logprobs[1]
-                num_same += entry.top_token_ids[0] == token
-    return Read(replies, loss, num_same, num_ties)
-
-
-def by_logits(args: Args, ids: list[int]) -> dict[str, Any]:
-    """What it is worth that logits are not rounded to bfloat16, as the weights are."""
-    stride = (len(ids) - PROMPT_TOKENS) // args.prompts
-    prompts = [ids[i * stride : i * stride + PROMPT_TOKENS] for i in range(args.prompts)]
-    num_tokens = args.prompts * REPLY_TOKENS
-    columns = {"logits": "<18", "same token": "11.2%", "ties": "7", "same reply": "11"}
-    title = f"{args.prompts} prompts, {num_tokens:,} tokens"
-    table = Table({**columns, "perplexity": "11.4f"}, title)
-    reference: list[list[int]] | None = None
-    for kind in LOGITS:
-        if kind.endswith("rounded"):
-            with Rounded():
-                seen = asyncio.run(read(args.model, "bfloat16", prompts, reference))
-        else:
-            seen = asyncio.run(read(args.model, kind, prompts, reference))
-        reference = reference or seen.replies
-        row = {"same token": seen.num_same / num_tokens, "ties": seen.num_ties}
-        row["same reply"] = sum(map(list.__eq__, seen.replies, reference))
-        row["perplexity"] = math.exp(seen.loss / args.prompts / (PROMPT_TOKENS - 1))
-        table.add({"logits": kind, **row})
-    return {"logits": table.rows}
-
-
 def by_types(args: Args, info: ModelInfo, windows: Tensor) -> dict[str, Any]:
     """Perplexities with weights of each type."""
     module = info.source.load_module(torch.float32, torch.device("cpu"), "sdpa")
@@ -283,8 +194,6 @@ program = Program(__doc__)
     kv_cache=Opt(False, "types of K and V, not of weights"),
     activations=Opt(False, "exact activations and int8"),
     beside_llama_cpp=Opt(False, "--activations, and theirs"),
-    logits=Opt(False, "in float32, and rounded"),
-    prompts=Opt(200, "with --logits"),
     quantization=Opt(str, "with --activations", ("int8", "int4")),
     dtype=Opt("auto", "to compute in, where our engine does"),
 )
@@ -293,8 +202,6 @@ def main(args: Args) -> dict[str, Any]:
     info = ModelInfo(ModelConfig(model=args.model))
     ids = info.tokenizer(Path(args.text).read_text(encoding="utf-8"))["input_ids"]
     print(f"{args.model}, of {Path(args.text).name}")
-    if args.logits:
-        return by_logits(args, ids)
     ids = ids[: args.tokens] if args.beside_llama_cpp else ids[-args.tokens :]
     windows = torch.tensor(ids[: len(ids) // args.length * args.length]).view(-1, args.length)
     print(f"{windows.numel():,} tokens")

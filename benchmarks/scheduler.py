@@ -31,7 +31,7 @@ from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.params import SamplingParams
-from aioserve.request import EncoderInput, Request, RequestSpec
+from aioserve.request import Request, RequestSpec
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, load_policy
 
 POLICIES = sorted(path.stem for path in (ROOT / "policies").glob("[a-z]*.py"))
@@ -54,7 +54,6 @@ class Case(NamedTuple):
     running: int
     waiting: int = 0
     users: int = FEW_USERS  # who ask, in turn
-    images: int = 0  # in every prompt, at most 20
 
     @property
     def name(self) -> str:
@@ -136,7 +135,6 @@ class SchedulerWork:
                 eos_token_ids=(EOS,),
                 priority=0 if case.kind == "steady" else number % 3,
                 user=f"user-{number * 7919 % case.users}",
-                encoder_inputs=[EncoderInput(8 * k, 4, f"image-{k}") for k in range(case.images)],
             )
         )
 
@@ -348,7 +346,6 @@ program = Program(__doc__)
         f"clients that ask, in turn; 0: {FEW_USERS}, fair with requests waiting {MANY_USERS} too",
     ),
     steps=300,
-    images=Opt(0, "in every prompt (at most 20)"),
     beside=Opt(str, "compare with this policy, name or YAML file"),
     **against.OPTIONS,
 )
@@ -358,7 +355,7 @@ def main(args: Args) -> tuple[dict[str, Any] | None, int]:
         against.take_turns(make_work)
         return None, 0
     cases = [
-        Case(policy, kind, running, waiting, users, args.images)
+        Case(policy, kind, running, waiting, users)
         for policy in args.policy
         for kind in args.case
         for running in args.running

@@ -15,7 +15,6 @@ such as API workers. The first quarter is warm-up. The last line is JSON.
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -35,13 +34,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-import numpy as np
 import psutil
 from harness import Args, Opt, Panel, Program, draw, process, told_of
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from make_model import EMBEDDED, make_adapter
 
-MODEL = Path(__file__).parents[1] / "aioserve" / "model_source" / "embedded"
 PATIENCE = 60.0  # seconds after which a request counts as unanswered
 POLICIES = [
     *("fcfs", "priority", "chunked_prefill", "hrrn", "fair"),
@@ -72,30 +68,6 @@ def serve(words: list[str]) -> int:
     return main(words)
 
 
-class MallocInfo(ctypes.Structure):
-    """What glibc's `mallinfo2` fills in, over all arenas."""
-
-    _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
-        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks")),
-        ("keepcost", ctypes.c_size_t),
-    ]
-
-
-def malloc_mib() -> dict[str, float]:
-    """Memory that was asked of malloc, and memory that malloc keeps free; zeros without glibc."""
-    try:
-        mallinfo = ctypes.CDLL(None).mallinfo2
-    except AttributeError:
-        return {"malloc_mib": 0.0, "malloc_free_mib": 0.0}
-    mallinfo.restype = MallocInfo
-    found = mallinfo()
-    return {
-        "malloc_mib": (found.uordblks + found.hblkhd) / 2**20,
-        "malloc_free_mib": found.fordblks / 2**20,
-    }
-
-
 def answer_looks() -> None:
     """Answer each line with what memory holds, until stdin ends."""
     before: dict[str, int] = {}
@@ -104,8 +76,6 @@ def answer_looks() -> None:
         told: dict[str, Any] = {
             "traced_kib": tracemalloc.get_traced_memory()[0] / 1024,
             "tasks": sum(isinstance(it, asyncio.Task) and not it.done() for it in gc.get_objects()),
-            "modules": len(sys.modules),
-            **malloc_mib(),
         }
         if line.strip() == "remember":
             before = traced_by_line()
@@ -146,9 +116,6 @@ class Look(NamedTuple):
     at: float
     resident_mib: float
     others_mib: float  # resident memory of the processes that it has started
-    malloc_mib: float
-    malloc_free_mib: float  # free for malloc, and some of it resident
-    modules: int  # that Python has imported
     traced_kib: float
     descriptors: int  # with those of the processes that it has started
     tasks: int
@@ -565,25 +532,6 @@ class Client:
 # The run.
 
 
-def make_adapter(path: Path, seed: int, rank: int = 8) -> Path:
-    """Of the attention's outputs, random and small; without torch, which takes long to import."""
-    chance, tensors = np.random.default_rng(seed), {}
-    with safe_open(MODEL / "model.safetensors", framework="numpy") as file:
-        for name in file.keys():  # noqa: SIM118
-            if not name.endswith("o_proj.weight"):
-                continue
-            outputs, inputs = file.get_slice(name).get_shape()
-            module = f"base_model.model.{name.removesuffix('.weight')}"
-            for side, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-                tensor = 0.01 * chance.standard_normal(shape)
-                tensors[f"{module}.lora_{side}.weight"] = tensor.astype(np.float32)
-    path.mkdir()
-    save_file(tensors, path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return path
-
-
 async def run(server: Server, given: Args) -> tuple[list[Look], list[str]]:
     """Rounds with a look after each, and which lines hold more memory than after the warm-up."""
     clients = [Client(server, seed) for seed in range(given.clients)]
@@ -697,7 +645,6 @@ program = Program(__doc__)
     round=Opt(15.0, "seconds between two looks"),
     clients=12,
     plot=Opt(Path, "an SVG file to write"),
-    log=Opt(Path, "a file for the log of the server"),
     where=Opt(False, "say which lines hold more after the warm-up"),
 )
 async def main(given: Args) -> tuple[dict[str, Any], int]:
@@ -705,7 +652,7 @@ async def main(given: Args) -> tuple[dict[str, Any], int]:
     with tempfile.TemporaryDirectory() as folder:
         names = ("one", "two")
         for number, name in enumerate(names):
-            make_adapter(Path(folder) / name, number)
+            make_adapter(EMBEDDED, Path(folder) / name, 8, number, ("o_proj",))
         words = ["--port", "0", "--dtype", "float32", "--enable-admin", "--threads", "1"]
         words += ["--num-kv-blocks", "240", "--max-num-seqs", "12", "--max-waiting-requests", "8"]
         words += ["--tool-call-parser", "hermes", "--max-loras", "4", "--max-cpu-loras", "8"]
@@ -713,7 +660,7 @@ async def main(given: Args) -> tuple[dict[str, Any], int]:
         words += ["--batch-dir", str(Path(folder) / "batches")]
         words += ["--batch-file-days", str(BATCH_DAYS)]
         words += ["--request-log", str(Path(folder) / "requests.jsonl"), *given.flags]
-        log = given.log or Path(folder) / "log"
+        log = Path(folder) / "log"
         with log.open("w") as written:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": written}
             with process(__file__, "--serve", "--", *words, **pipes) as started:

@@ -2,18 +2,16 @@
 
     python benchmarks/speculation.py rewrite [--streams 1 4 16] [--rounds 3]
     python benchmarks/speculation.py chat [--draft-model SMALL] [--temperature 0]
-    python benchmarks/speculation.py code --model models/test/qwen.gguf
     python benchmarks/speculation.py wrong     # simulated, all guesses wrong
     python benchmarks/speculation.py mtp [--models llama qwen3_5_text glm4_moe] [--streams 1 4]
 
 `rewrite` asks for a piece of this repository's code again, with one name changed: what a coding
 assistant does. Greedy. `chat` asks a short question and samples at temperature 1: little stands in
-the text that could come again, so this shows what guessing costs where it does not pay. `code` asks
-for a new program, greedy. Two engines in this process, one with `--method` and one without, take
-turns on the same prompts; no prompt comes twice, so none is known from an earlier round. As many
-tokens each. Medians of the rounds, and of the ratios of each; of processor time as well, which
-other processes disturb less; and how many replies are equal, token for token. `--method none` shows
-what two equal engines differ by.
+the text that could come again, so this shows what guessing costs where it does not pay. Two engines
+in this process, one with `--method` and one without, take turns on the same prompts; no prompt
+comes twice, so none is known from an earlier round. As many tokens each. Medians of the rounds, and
+of the ratios of each; of processor time as well, which other processes disturb less; and how many
+replies are equal, token for token. `--method none` shows what two equal engines differ by.
 
 `mtp`: what drafts of an MTP layer gain at most, and cost where all are wrong, beside no drafts.
 Random weights, 1,024 wide: the outputs of all layers are zero, so that the next token follows from
@@ -30,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from harness import ROOT, Args, Opt, Program
+from harness import MODELS, ROOT, TEXTS, Args, Opt, Program, Table, ratio
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -54,55 +52,7 @@ from aioserve.lab.workloads.synthetic import (
 program = Program(__doc__)
 
 LINES = 30  # of code in a prompt
-CODE = (
-    *("Write a Python module for {} with tests.", "Implement {} in C, with error handling."),
-    *("Write a class for {} in Java.", "Show three ways to do {} in Python, and compare them."),
-    *("Write a shell script for {}.", "Write a JavaScript function for {}, with examples."),
-)
-PROGRAMS = (
-    *(
-        "a binary heap",
-        "parsing CSV files",
-        "matrix multiplication",
-        "a thread pool",
-        "an LRU cache",
-    ),
-    *(
-        "Dijkstra's algorithm",
-        "reading log files",
-        "a bank account",
-        "counting words",
-        "a linked list",
-    ),
-    *(
-        "sorting by several keys",
-        "an HTTP client",
-        "a tic-tac-toe board",
-        "a bloom filter",
-        "a stack",
-    ),
-    *(
-        "a rate limiter",
-        "roman numerals",
-        "a trie",
-        "JSON validation",
-        "a priority queue",
-        "a timer",
-    ),
-)
 REWRITE = "Write this code again, with `self` renamed to `this`:\n```\n{}\n```"
-CHAT = (
-    *("Tell me about {}.", "Why do people like {}?", "Write a letter to a friend about {}."),
-    *("What would you ask an expert on {}?", "Invent a story in which {} matters."),
-    *("Describe {} to a child.", "What changed with {} in a hundred years?"),
-    *("Plan an evening around {}.", "Who should not care for {}, and why?"),
-)
-SUBJECTS = (
-    *("bees", "old maps", "night trains", "sourdough", "chess", "volcanoes", "umbrellas", "jazz"),
-    *("lighthouses", "bicycles", "the moon", "tea", "glaciers", "libraries", "kites", "salt"),
-    *("owls", "bridges", "marathons", "soap", "comets", "gardens", "violins", "paper", "deserts"),
-    *("harbours", "clocks", "mushrooms", "rain", "markets", "whales", "bread", "islands", "wool"),
-)
 
 
 def excerpts() -> list[str]:
@@ -139,9 +89,7 @@ def questions(task: str) -> list[str]:
     """Of one task, each once."""
     if task == "rewrite":
         return [REWRITE.format(text) for text in excerpts()]
-    if task == "code":
-        return [question.format(program) for question in CODE for program in PROGRAMS]
-    return [question.format(subject) for question in CHAT for subject in SUBJECTS]
+    return [question.format(it) for question in TEXTS["chat"] for it in TEXTS["subjects"]]
 
 
 async def start(args: Args, speculation: SpeculationConfig) -> AsyncEngine:
@@ -188,46 +136,39 @@ async def compare_tasks(task: str, args: Args) -> dict[str, Any]:
     method: Any = "draft" if args.draft_model else args.method
     speculation = SpeculationConfig(speculative_method=method, draft_model=args.draft_model)
     on = await start(args, speculation)
-    texts, result = iter(questions(task)), {}
+    texts = iter(questions(task))
     temperature = args.temperature
     for engine in (off, on):
         await measure(engine, [next(texts)], 20, temperature)
+    numbers = {"without": "10.1f", "with": "10.1f", "times": "8.2f", "CPU": "8.2f"}
+    counts = {"drafts": "8", "right": "8", "of tokens": "11", "equal replies": "15.0%"}
+    table = Table({"streams": "7", **numbers, **counts})
     for streams in args.streams:
-        rounds, before = [], drafted(on)
-        for number in range(args.rounds):
-            batch = [next(texts) for _ in range(streams)]
-            order = [("off", off), ("on", on)][:: -1 if number % 2 else 1]
-            rounds.append({n: await measure(e, batch, args.tokens, temperature) for n, e in order})
-        found = {
-            name: statistics.median(r[name].tokens_per_second for r in rounds)
-            for name in ("off", "on")
-        }
-        ratios = [r["on"].tokens_per_second / r["off"].tokens_per_second for r in rounds]
-        found["ratio"] = statistics.median(ratios)
-        cpu = [r["on"].cpu_seconds / r["off"].cpu_seconds for r in rounds]
-        found["cpu_ratio"] = statistics.median(cpu)
-        num_drafts, num_right = (now - then for now, then in zip(drafted(on), before, strict=True))
-        num_tokens = args.rounds * streams * args.tokens
+        rounds, before = list[dict[str, Speed]](), drafted(on)
+        for _ in range(args.rounds):
+            batch, engines = [next(texts) for _ in range(streams)], {"without": off, "with": on}
+            order = list(engines)[:: -1 if len(rounds) % 2 else 1]
+            rounds.append(
+                {n: await measure(engines[n], batch, args.tokens, temperature) for n in order}
+            )
+        runs = {name: [found[name] for found in rounds] for name in ("without", "with")}
+        rates = {name: [run.tokens_per_second for run in own] for name, own in runs.items()}
+        seconds = {name: [run.cpu_seconds for run in own] for name, own in runs.items()}
         replies = [
-            both for r in rounds for both in zip(r["on"].replies, r["off"].replies, strict=True)
+            pair
+            for own, other in zip(runs["with"], runs["without"], strict=True)
+            for pair in zip(own.replies, other.replies, strict=True)
         ]
-        found["equal_replies"] = sum(own == other for own, other in replies) / len(replies)
-        found["wrong_share"] = (num_drafts - num_right) / num_tokens
-        result[streams] = {name: round(value, 3) for name, value in found.items()}
-        print(
-            f"{streams:3} streams: {found['off']:7.1f} tokens/s without, {found['on']:7.1f} "
-            f"with, {found['ratio']:.2f} times; processor time {found['cpu_ratio']:.2f} "
-            f"times ({' '.join(f'{ratio:.2f}' for ratio in ratios)};"
-            f" {' '.join(f'{ratio:.2f}' for ratio in cpu)}); of {num_drafts} guessed tokens "
-            f"{num_right} were right, of {num_tokens} in all; {found['equal_replies']:.0%} of the "
-            "replies are equal",
-            flush=True,
-        )
-    num_drafts, num_right = drafted(on)
+        num_drafts, num_right = (now - then for now, then in zip(drafted(on), before, strict=True))
+        row: dict[str, Any] = {name: statistics.median(own) for name, own in rates.items()}
+        row |= {"times": ratio(rates["with"], rates["without"])}
+        row |= {"CPU": ratio(seconds["with"], seconds["without"])}
+        row |= {"drafts": num_drafts, "right": num_right, "of tokens": len(replies) * args.tokens}
+        row["equal replies"] = sum(own == other for own, other in replies) / len(replies)
+        table.add({"streams": streams, **row, "rounds": rates})
     for engine in (off, on):
         await engine.__aexit__(None, None, None)
-    accepted = round(num_right / max(num_drafts, 1), 2)
-    return {"streams": result, "accepted": accepted}
+    return {"rows": table.rows}
 
 
 TASK: dict[str, Any] = {
@@ -248,12 +189,6 @@ async def rewrite(args: Args) -> dict[str, Any]:
     return await compare_tasks("rewrite", args)
 
 
-@program.command("code", **TASK)
-async def code(args: Args) -> dict[str, Any]:
-    """Code that is new: how often it repeats itself is up to the model."""
-    return await compare_tasks("code", args)
-
-
 @program.command("chat", **TASK | {"temperature": 1.0})
 async def chat(args: Args) -> dict[str, Any]:
     """Measure drafts on short questions with sampled replies."""
@@ -263,30 +198,8 @@ async def chat(args: Args) -> dict[str, Any]:
 # MTP layers.
 
 
-COMMON: dict[str, Any] = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": 8192,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},  # served fused; no published one has an MTP layer
-    "qwen3_5_text": {
-        "linear_num_value_heads": 16,
-        "linear_num_key_heads": 8,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
-    "glm4_moe": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024},
-}
+#: Llama is served fused; no published one has an MTP layer.
+KINDS = MODELS["mtp"]
 NUM_TOKENS = 128
 OUTPUTS = ("o_proj.weight", "down_proj.weight", "out_proj.weight")
 
@@ -303,7 +216,8 @@ class Measured(NamedTuple):
 
 def write_model(kind: str, path: Path, *, is_right: bool) -> None:
     """A model with an MTP layer, under the names of GLM and DeepSeek, or of Qwen."""
-    fields, is_qwen = COMMON | MODELS[kind], kind.startswith("qwen")
+    fields, is_qwen = MODELS["common"]["1024 wide"] | KINDS[kind], kind.startswith("qwen")
+    fields |= {"tie_word_embeddings": False}
     one = fields | {"num_hidden_layers": 1, "first_k_dense_replace": 0}
     if is_qwen:
         one["layer_types"] = ["full_attention"]
@@ -362,8 +276,8 @@ async def measure_drafts(engine: AsyncEngine, num_streams: int) -> Measured:
     )
 
 
-async def compare_drafts(kind: str, folder: Path, args: Args) -> list[dict[str, Any]]:
-    """A row for each number of streams, and for right and wrong drafts."""
+async def compare_drafts(kind: str, folder: Path, args: Args, table: Table) -> None:
+    """Add a row for each number of streams, and for right and wrong drafts."""
     engines = {}
     for name in ("right", "wrong"):
         write_model(kind, folder / name, is_right=name == "right")
@@ -380,46 +294,40 @@ async def compare_drafts(kind: str, folder: Path, args: Args) -> list[dict[str, 
         await engines[name].start()
         for num_streams in (1, *args.streams):  # what drafts cost is learned
             await measure_drafts(engines[name], num_streams)
-    rows = []
     for num_streams in args.streams:
         rounds = [
             {name: await measure_drafts(engine, num_streams) for name, engine in engines.items()}
             for _ in range(args.rounds)
         ]
         for name in ("right", "wrong"):
-            drafts = sum(found[name].num_drafts for found in rounds)
-            row = {
-                "model": kind,
-                "streams": num_streams,
-                "drafts": name,
-                "speed": statistics.median(f["none"].seconds / f[name].seconds for f in rounds),
-                "cpu": statistics.median(
-                    f[name].cpu_seconds / f["none"].cpu_seconds for f in rounds
-                ),
-                "steps": statistics.median(f[name].num_steps / f["none"].num_steps for f in rounds),
-                "num_drafts": drafts,
-                "accepted": sum(f[name].num_right for f in rounds) / max(drafts, 1),
-            }
-            rows.append(row)
-            print(
-                f"{kind}, {num_streams} streams, {name} drafts: {row['speed']:.2f} times the speed "
-                f"without, {row['cpu']:.2f} times the processor time, {row['steps']:.2f} times the "
-                f"steps; {row['accepted']:.0%} of {drafts} drafts accepted",
-                flush=True,
+            none, own = ([found[it] for found in rounds] for it in ("none", name))
+            drafts = sum(run.num_drafts for run in own)
+            table.add(
+                {
+                    "model": kind,
+                    "streams": num_streams,
+                    "drafts": name,
+                    "speed": ratio([run.seconds for run in none], [run.seconds for run in own]),
+                    "CPU": ratio([r.cpu_seconds for r in own], [r.cpu_seconds for r in none]),
+                    "steps": ratio([run.num_steps for run in own], [r.num_steps for r in none]),
+                    "accepted": sum(run.num_right for run in own) / max(drafts, 1),
+                    "of drafts": drafts,
+                }
             )
     for engine in engines.values():
         await engine.shutdown()
-    return rows
 
 
-@program.command("mtp", models=Opt(list(MODELS), choices=MODELS), streams=[1, 4], rounds=3)
+@program.command("mtp", models=Opt(list(KINDS), choices=KINDS), streams=[1, 4], rounds=3)
 def mtp(args: Args) -> dict[str, Any]:
     """Drafts of an MTP layer, right and wrong ones."""
-    rows = []
+    numbers = {**dict.fromkeys(("speed", "CPU", "steps"), "8.2f"), "accepted": "10.0%"}
+    heads = {"model": "<14", "streams": "8", "drafts": ">8"}
+    table = Table({**heads, **numbers, "of drafts": "11"})
     for kind in args.models:
         with tempfile.TemporaryDirectory() as folder:
-            rows += asyncio.run(compare_drafts(kind, Path(folder), args))
-    return {"rows": rows}
+            asyncio.run(compare_drafts(kind, Path(folder), args, table))
+    return {"rows": table.rows}
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""What stands around a step costs: the runner's part, KV blocks, decision log, handover, front end.
+"""What stands around a step costs: the runner's part, KV blocks, the decision log, sampling.
 
     python benchmarks/step_costs.py runner [--running 1 16 64] [--case model batch]
     python benchmarks/step_costs.py blocks           # by age, and by ranks that a policy states
     python benchmarks/step_costs.py blocks --against main     # or a directory: ratios, in turns
     python benchmarks/step_costs.py log [--running 64 256] [--steps 2000]
     python benchmarks/step_costs.py between 135m     # or 0.6b, 2m, or a model directory
-    python benchmarks/step_costs.py handover         # a call to a thread, and back
     python benchmarks/step_costs.py sampling         # how tokens are drawn
-    python benchmarks/step_costs.py front            # from a token to a socket, at many streams
 
 `runner`: decodes of one to many rows, on one thread. `model`: whole steps of the embedded model.
 `batch`: the same steps with logits that are ready, so that the batch, its parts and the sampler are
@@ -34,30 +32,15 @@ thread; *handover* is what passes from the end of a step on that thread to the b
 one: both changes of threads, the scheduler's update and its next plan. Values are lower quartiles,
 as others may use the machine; the share is of all but the model.
 
-`handover`: the change of threads alone, by the runner's own executor and by that of Python, in
-turns: a call of nothing, awaited on uvloop. `hot`: one after the other. `cold`: after 96 MB of
-other memory, as after a step, which leaves little in the processor's caches. Lower quartiles of CPU
-time of the process.
-
 `sampling`: the choice of tokens from logits that are ready, by torch and numpy alone and by the
 compiled library, in turns on one thread, with a look at whether the tokens are the same. Rows are
 of normal numbers of deviation 2. Medians of CPU time. The last line is JSON.
-
-`front`: microseconds of CPU time per streamed token of a whole server, all its processes together,
-beside vLLM's. All serve the embedded model, of which a step takes so little that the front end
-counts, and stream to many clients at once, each on a connection of its own. *front* is the part of
-aioserve's event loop, which schedules as well, and its workers; of vLLM it is all processes but the
-engine core, which schedules. *request* is what the front end takes once for each request, in
-microseconds: connection, prompt, first token and end, by a turn of short answers, which is not in
-the other numbers. `--rust` is the program of vLLM's front end in Rust, which its wheel for CPUs
-lacks. Servers take turns, one at a time; medians of the rounds, and ratios to the first server.
 """
 
 import asyncio
 import gc
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict, deque
@@ -67,23 +50,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import against
-from harness import (
-    Args,
-    Opt,
-    Program,
-    Server,
-    Table,
-    cpu_seconds,
-    main_thread_seconds,
-    medians,
-    process_title,
-    raise_descriptors,
-    ratio,
-    send_streams,
-    serving,
-    tree,
-    turns,
-)
+from harness import Args, Opt, Program, Table
 
 from aioserve.config import SchedulerConfig
 from aioserve.kv_cache import KVCacheManager
@@ -529,53 +496,6 @@ def between(args: Args) -> dict[str, Any]:
     return {"rows": table.rows, "goal": GOAL, "met": met}
 
 
-# One change of threads and back.
-
-
-async def measure_handover(is_cold: bool, rounds: int) -> dict[str, Any]:
-    """Microseconds of CPU time of a round trip, by way, and their ratio."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    import numpy as np
-
-    from aioserve.runner.cpu.runner import OneThread
-
-    loop, pool, own = asyncio.get_running_loop(), ThreadPoolExecutor(1), OneThread("own")
-    ways: dict[str, Callable[[], Any]] = {
-        "pool": lambda: loop.run_in_executor(pool, int),
-        "own": lambda: own.call(loop, int),
-    }
-    others, trips = np.ones(12_000_000), 2 if is_cold else 50
-    spent: dict[str, list[float]] = defaultdict(list)
-    for number in range(rounds):
-        for way in sorted(ways, reverse=bool(number % 2)):
-            seconds = 0.0
-            for _ in range(trips):
-                if is_cold:
-                    others.sum()
-                began = time.process_time()
-                await ways[way]()
-                seconds += time.process_time() - began
-            spent[way].append(1e6 * seconds / trips)
-    pool.shutdown()
-    own.shutdown()
-    found = {way: statistics.quantiles(spent[way], n=4)[0] for way in ways}
-    kind = "cold" if is_cold else "hot"
-    return {"us of CPU time": kind, **found, "ratio": found["own"] / found["pool"]}
-
-
-@program.command("handover", rounds=100)
-def handover(args: Args) -> dict[str, Any]:
-    """A call from the event loop to a thread, and back."""
-    from uvloop import new_event_loop
-
-    table = Table({"us of CPU time": "<15", "pool": ">8.1f", "own": ">8.1f", "ratio": ">8.2f"})
-    for is_cold in (False, True):
-        with asyncio.Runner(loop_factory=new_event_loop) as loop:
-            table.add(loop.run(measure_handover(is_cold, args.rounds)))
-    return {"rows": table.rows}
-
-
 # The choice of tokens.
 
 
@@ -637,104 +557,6 @@ def sampling(args: Args) -> dict[str, Any]:
     for way in WAYS:
         for rows in args.rows:
             table.add(measure_sampling(way, rows, args))
-    return {"rows": table.rows}
-
-
-# From a token to a socket.
-
-
-SHORT = 4  # tokens of the answers that stand for what comes once
-US_A_TOKEN = "us a token"
-
-
-def front_servers(streams: int, args: Args) -> dict[str, dict[str, Any]]:
-    """How each server is started."""
-    from build_peers import vllm
-
-    from aioserve.config import ModelConfig
-    from aioserve.model_source.info import find_model
-
-    seats = ["--max-num-seqs", str(streams)]
-    found: dict[str, dict[str, Any]] = {}
-    for workers in args.workers:
-        name = f"aioserve, {workers} workers" if workers else "aioserve"
-        words = [sys.executable, "-m", "aioserve", "--port", "{port}", "--log-level", "warning"]
-        words += ["--api-workers", str(workers), *args.serve.split()]
-        found[name] = {"program": [*words, *seats]}
-    peer = vllm()
-    if peer.missing:
-        print(f"vLLM is left out: {peer.missing}", file=sys.stderr)
-        return found
-    model = str(find_model(ModelConfig()).path)
-    words = [peer.words[0], "serve", model, "--port", "{port}", "--dtype", "bfloat16", *seats]
-    words += ["--max-model-len", "1024", "--max-num-batched-tokens", "2048"]
-    options = {**peer.options, "program": words, "patience": 1800.0}
-    options["env"]["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    found["vLLM, Python"] = options
-    if args.rust:
-        rust = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": args.rust}
-        found["vLLM, Rust"] = {**options, "env": {**options["env"], **rust}}
-    return found
-
-
-def front_seconds(pid: int) -> tuple[float, float]:
-    """Processor time so far: of all processes of a server, and of its front end."""
-    spent = {each: cpu_seconds(each) for each in tree(pid)}
-    cores = [each for each in spent if "EngineCore" in process_title(each)]
-    if cores:
-        engine = {each for core in cores for each in tree(core)}
-        return sum(spent.values()), sum(spent[each] for each in spent.keys() - engine)
-    others = sum(spent.values()) - spent[pid]  # workers in front of the engine
-    return sum(spent.values()), main_thread_seconds(pid) + others
-
-
-def measure_front(server: Server, streams: int, tokens: int) -> dict[str, float]:
-    """Microseconds of CPU time: of a token, of its front end, and of a request."""
-
-    def spend(count: int) -> list[float]:
-        before = *front_seconds(server.pid), time.perf_counter()
-        asyncio.run(send_streams(server.url, streams, count))
-        now = *front_seconds(server.pid), time.perf_counter()
-        return [b - a for a, b in zip(before, now, strict=True)]
-
-    short, long = spend(SHORT), spend(SHORT + tokens)
-    whole, front, seconds = (b - a for a, b in zip(short, long, strict=True))
-    us = 1e6 / (streams * tokens)
-    return {
-        US_A_TOKEN: us * whole,
-        "front": us * front,
-        "request": 1e6 * (short[1] - SHORT * front / tokens) / streams,
-        "tokens/s": streams * tokens / seconds,
-    }
-
-
-@program.command(
-    "front",
-    streams=[256, 1000],
-    tokens=Opt(300, "of each stream"),
-    workers=Opt([0], "API workers in front of the engine, for a row each"),
-    serve=Opt("", "more words for aioserve's command line"),
-    rust=Opt("", "vLLM's front end in Rust, a program"),
-    rounds=3,
-)
-def front(args: Args) -> dict[str, Any]:
-    """CPU time of a token in a whole server, at many streams."""
-    raise_descriptors(2 * max(args.streams) + 256)
-    numbers = dict.fromkeys((US_A_TOKEN, "front", "request"), ">12.1f")
-    rates = {"tokens/s": ">10,.0f", "ratio": ">8.2f"}
-    table = Table({"streams": "<9d", "server": "<22", **numbers, **rates})
-    for streams in args.streams:
-        rows: dict[str, list[dict[str, float]]] = defaultdict(list)
-        known = front_servers(streams, args)
-        for _, name in turns(list(known), args.rounds):
-            with serving(**known[name]) as server:
-                asyncio.run(send_streams(server.url, streams, SHORT))
-                rows[name].append(measure_front(server, streams, args.tokens))
-        costs = {name: [row[US_A_TOKEN] for row in found] for name, found in rows.items()}
-        first = next(iter(costs.values()))
-        for name, found in rows.items():
-            told = {**medians(found), "ratio": ratio(costs[name], first)}
-            table.add({"streams": streams, "server": name, **told})
     return {"rows": table.rows}
 
 

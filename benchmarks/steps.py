@@ -1,13 +1,17 @@
-"""Steps of the real model runner, planned by hand, and the least time that they can take.
+"""How far the CPU runner is from what this machine can do, and steps for other programs.
 
-A decode at a context starts as if all but its last token were in the prefix cache, so a case
-costs its own steps only. The KV pool holds zeros then; no kernel is faster for that.
+    python benchmarks/steps.py 135m                 # or 0.6b, 2m, or a model directory
+    python benchmarks/steps.py 135m --cases "decode 16 at 512,prefill 512"
+
+Steps of the real model runner, planned by hand, each as a multiple of its floor. A decode at a
+context starts as if all but its last token were in the prefix cache, so a case costs its own steps
+only. The KV pool holds zeros then; no kernel is faster for that.
 
 A floor is measured here, now, without our code: the model's matrix products on packed weights, plus
 reading the KV cache once (or, for long prompts, the arithmetic of attention at the rate of a large
 product). Where the CPU multiplies no two-byte numbers, a product is reading its weights once, or
-its arithmetic at float32 rate. Floors know shapes from the model's configuration, and nothing about
-aioserve's runner.
+its arithmetic at float32 rate. Medians, with half the distance between quartiles as noise. Floors
+know shapes from the model's configuration, and nothing about aioserve's runner.
 """
 
 import math
@@ -20,21 +24,35 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from harness import K, Time, samples, summary, timed, turns
+from harness import Args, K, Opt, Program, Table, Time, samples, summary, timed, turns
+from make_model import MODEL, model_path
 from torch import Tensor, nn
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_source.info import ModelInfo
 from aioserve.params import SamplingParams
+from aioserve.runner.cpu import machine
+from aioserve.runner.cpu.kv_memory import CPU_TYPES
 from aioserve.runner.cpu.load import load_on_cpu
+from aioserve.runner.cpu.models import CpuPlace
+from aioserve.runner.loader import named_dtype, num_weight_bytes
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
 
 BLOCK_SIZE = 16
 MAX_STEPS = 100  # of one case: contexts grow by one with each
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+THREADS = Opt(int, "default: one per physical core")
+NAMED_CASES = Opt(str, "names as printed, with commas between; default: all")
+CHUNK = Opt(2048, "prompt tokens in one step")
 
 ROWS_HINT = 16  # of the packed layout; serves all numbers of rows
 READ_BYTES = 512 << 20
+FLOOR_ROWS = (1, 4, 16, 64, 512, 2048)
+POOL_SHARE = 0.6  # of the free memory: the largest case that does not fit is skipped
+WIDENING = ("baseline", "avx2", "avx512")  # kernels that compute in float32
+MAX_DRIFT = 1.15  # more between a floor's first and last run: others used the machine. A guess.
+MIN_SECONDS = 0.5  # of repeats of a case
 # Products of one input are one product.
 FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 
@@ -170,11 +188,16 @@ def read_bandwidth(dtype: torch.dtype, clock: Callable[[], float] = time.perf_co
 
 
 def new_request(
-    name: str, tokens: list[int], num_computed: int, block_ids: list[int], **more: Any
+    name: str,
+    tokens: list[int],
+    num_computed: int,
+    block_ids: list[int],
+    params: SamplingParams = GREEDY,
+    **more: Any,
 ) -> NewRequestData:
-    """A greedy request as the scheduler tells the runner of it."""
+    """A request as the scheduler tells the runner of it."""
     return NewRequestData(
-        *(name, tokens, len(tokens), GREEDY, frozenset(), block_ids, num_computed), **more
+        *(name, tokens, len(tokens), params, frozenset(), block_ids, num_computed), **more
     )
 
 
@@ -402,3 +425,96 @@ def floor(case: Case, chunk: int, floors: Floors) -> tuple[float, float]:
         linear += floors.linear(case.decodes + size, sampled).median
         attention += floors.attention([*decodes, (size, done + size)])
     return linear, attention
+
+
+# What is printed.
+
+
+def show_floors(floors: Floors, block_bytes: int) -> list[dict[str, Any]]:
+    """Print bandwidth, the rate of large products, and the model's products by rows."""
+    if block_bytes:
+        print(
+            f"weights in blocks: a step reads {block_bytes / 1e6:.0f} MB of them, at least "
+            f"{1e3 * block_bytes / floors.bandwidth:.2f} ms; the floors are of unpacked ones"
+        )
+    print(
+        f"read {floors.bandwidth / 1e9:.1f} GB/s, large products {floors.rate / 1e9:.0f} GFLOP/s, "
+        f"KV {floors.shapes.kv_bytes_per_token / 1024:.1f} KiB a token\n"
+    )
+    title = "ms, with as many logits up to 64, then 1"
+    table = Table({"rows": "6", "products": "12.2f", "+-": "8.2f"}, title)
+    for rows in FLOOR_ROWS:
+        own = floors.linear(rows, rows if rows <= 64 else 1)
+        table.add({"rows": rows, "products": 1e3 * own.median, "+-": 1e3 * own.noise})
+    return table.rows
+
+
+def show_steps(bench: StepBench, cases: list[Case], floors: Floors, chunk: int) -> list[Any]:
+    """Print each case beside its floor."""
+    print()
+    columns = {"step": "<30", "ms": "10.2f", "+-": "8.2f", "floor": "10.2f", "= linear": "10.2f"}
+    table = Table({**columns, "+ attn": "9.2f", "x floor": "9.2f"})
+    for case in cases:
+        linear, attention = (1e3 * part for part in floor(case, chunk, floors))
+        taken = bench.measure(case, chunk, MIN_SECONDS)
+        row = {"step": case.name, "ms": 1e3 * taken.median, "+-": 1e3 * taken.noise}
+        row |= {"floor": linear + attention, "= linear": linear, "+ attn": attention}
+        table.add(row | {"x floor": 1e3 * taken.median / (linear + attention)})
+    return table.rows
+
+
+def _fitting(cases: list[Case], info: ModelInfo, bytes_per_token: int) -> list[Case]:
+    """Those that the model's positions and this machine's memory allow; says which do not."""
+    room = POOL_SHARE * machine.available_memory() / bytes_per_token
+    found = []
+    for case in cases:
+        if max(case.context, case.prompt) + 200 > info.max_model_len:
+            print(f"{case.name}: skipped, the model has {info.max_model_len} positions")
+        elif case.num_kv_tokens > room:
+            print(f"{case.name}: skipped, {case.num_kv_tokens} tokens of KV do not fit")
+        else:
+            found.append(case)
+    return found
+
+
+program = Program(__doc__)
+
+
+@program.command(words=MODEL, threads=THREADS, cases=NAMED_CASES, chunk=CHUNK)
+def main(args: Args) -> dict[str, Any]:
+    """Measure floors, and steps against them."""
+    threads = args.threads or machine.default_num_threads()
+    torch.set_num_threads(threads)
+    machine.keep_freed_memory()  # as the runner does; else floors pay for page faults
+    config = ModelConfig(model=str(path := model_path(args.model)))
+    info, resolved = ModelInfo(config), CPU_TYPES.resolve(config)
+    dtype = named_dtype(resolved.dtype)
+    shapes = Shapes.of(info.hf_config, dtype)
+    try:
+        variant = load_kernels().variant
+    except KernelsUnavailableError:
+        variant = "off"
+    name = str(dtype).removeprefix("torch.")
+    print(f"{args.model}: {name}, kernels {variant}, {threads} threads\n")
+    floors = Floors(shapes, dtype, is_widened=variant in WIDENING and dtype.itemsize == 2)
+    is_in_blocks = CpuPlace().multiplies_blocks and info.source.packs_embedding
+    block_bytes = num_weight_bytes(resolved, info, CpuPlace()) if is_in_blocks else 0
+    rows = show_floors(floors, block_bytes)
+    fitting = _fitting(chosen(CASES, args.cases), info, shapes.kv_bytes_per_token)
+    bench = StepBench(
+        path,
+        threads=args.threads,
+        num_kv_tokens=max(case.num_kv_tokens for case in fitting),
+        kv_bytes_per_token=shapes.kv_bytes_per_token,
+    )
+    steps = show_steps(bench, fitting, floors, args.chunk)
+    bench.runner.close()
+    if not 1 / MAX_DRIFT < (drift := floors.drift()) < MAX_DRIFT:
+        print(f"Not to be trusted: a floor now takes {drift:.2f} times as long.")
+    about = {"dtype": name, "kernels": variant, "threads": threads, "block_bytes": block_bytes}
+    about |= {"bandwidth_gb_s": floors.bandwidth / 1e9, "gflop_s": floors.rate / 1e9}
+    return {**about, "floors": rows, "steps": steps, "drift": drift}
+
+
+if __name__ == "__main__":
+    program.main()

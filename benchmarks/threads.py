@@ -15,14 +15,26 @@ import asyncio
 import contextlib
 import itertools
 import math
+import os
 import random
 import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
-from harness import Args, LoadShape, Opt, Program, Table, process, ratio, serving, turns
+from harness import (
+    Args,
+    LoadShape,
+    Opt,
+    Program,
+    Table,
+    cpu_seconds,
+    process,
+    ratio,
+    serving,
+    tree,
+    turns,
+)
 from make_model import SHAPES, model_path
 from peers import COLUMNS, RATE, run
 
@@ -35,8 +47,7 @@ CHOOSES = "chooses"
 ALONE, BESIDE = "alone", "beside neighbours"
 BUSY = "while True: pass"
 
-SHAPE = {**SHAPES["135m"], "num_attention_heads": 8, "num_key_value_heads": 4}
-SHAPES["135m-4kv"] = SHAPE
+SHAPE = SHAPES["135m-4kv"]
 # Streams, tokens of each prompt, tokens of each reply.
 LOADS = {"decode 1": (1, 1, 8), "decode 16": (16, 1, 8), "prompt of 512": (1, 512, 1)}
 
@@ -111,11 +122,11 @@ def neighbours(args: Args) -> tuple[dict[str, Any], int]:
     return told, int(told["errors"] > 0)
 
 
-def make_engine(num_ranks: int, dtype: Any) -> AsyncEngine:
+def make_engine(num_ranks: int) -> AsyncEngine:
     return AsyncEngine(
         EngineConfig(
             model=ModelConfig(
-                model=str(model_path("135m-4kv")), dtype=dtype, skip_tokenizer_init=True
+                model=str(model_path("135m-4kv")), dtype="float32", skip_tokenizer_init=True
             ),
             cache=CacheConfig(num_kv_blocks=512, enable_prefix_caching=False),
             runner=RunnerConfig(tensor_parallel_size=num_ranks, threads=2),
@@ -123,15 +134,11 @@ def make_engine(num_ranks: int, dtype: Any) -> AsyncEngine:
     )
 
 
-def cpu_seconds() -> float:
-    """Of this process and its children."""
-    own = psutil.Process()
-    times = [process.cpu_times() for process in (own, *own.children())]
-    return float(sum(each.user + each.system for each in times))
-
-
 async def measure(engine: AsyncEngine, streams: int, prompt: int, reply: int) -> tuple[float, ...]:
-    """Seconds on the clock, and of CPU."""
+    """Seconds on the clock, and of CPU of all processes."""
+
+    def spent() -> float:
+        return sum(map(cpu_seconds, tree(os.getpid())))
 
     async def one(number: int) -> None:
         ids = [(number + 7 * place) % 40_000 + 16 for place in range(prompt)]
@@ -139,16 +146,16 @@ async def measure(engine: AsyncEngine, streams: int, prompt: int, reply: int) ->
         async for _ in engine.generate(ids, params):
             pass
 
-    wall, cpu = time.perf_counter(), cpu_seconds()
+    began = time.perf_counter(), spent()
     await asyncio.gather(*map(one, range(streams)))
-    return time.perf_counter() - wall, cpu_seconds() - cpu
+    return time.perf_counter() - began[0], spent() - began[1]
 
 
-@program.command("ranks", rounds=20, dtype="float32")
+@program.command("ranks", rounds=20)
 async def ranks(args: Args) -> dict[str, Any]:
     """Two ranks of one thread against one rank of two."""
     found = {}
-    async with make_engine(1, args.dtype) as one, make_engine(2, args.dtype) as two:
+    async with make_engine(1) as one, make_engine(2) as two:
         engines = {1: one, 2: two}
         for name, load in LOADS.items():
             seconds: dict[int, list[tuple[float, ...]]] = {1: [], 2: []}
@@ -162,13 +169,7 @@ async def ranks(args: Args) -> dict[str, Any]:
                 row[f"{kind}_median_ratio"] = ratio(own[2], own[1])
             found[name] = {key: round(value, 3) for key, value in row.items()}
             print(name, found[name], flush=True)
-    itemsize = 4 if args.dtype == "float32" else 2
-    return {
-        "dtype": args.dtype,
-        "sums_per_step": 2 * SHAPE["num_hidden_layers"],
-        "bytes_per_sum_and_token": SHAPE["hidden_size"] * itemsize,
-        "loads": found,
-    }
+    return {"loads": found}
 
 
 if __name__ == "__main__":

@@ -187,10 +187,10 @@ class Watcher:
             self.found[item.nodeid] = "passed"
 
 
-def run(root: Path, files: list[str], kind: type[Scheduler] | None, only: set[str] | None) -> Any:
+def run(root: Path, kind: type[Scheduler] | None, only: set[str] | None) -> Any:
     """Return how each test ended, by its name."""
     watcher = Watcher(kind, only)
-    paths = [str(root / FOLDER / name) for name in files]
+    paths = [str(root / FOLDER / name) for name in FILES]
     options = ["--noconftest", "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider"]
     options += ["-p", "no:warnings", f"--rootdir={root}", "--import-mode=prepend", "-o", "addopts="]
     pytest.main([*options, *paths], plugins=[watcher])
@@ -227,18 +227,16 @@ def make_model(folder: Path) -> None:
         (place / file.name).write_bytes(file.read_bytes())
 
 
-@program.command(
-    words={"root": Opt(Path, "the folder in which vLLM's `tests` is")}, files=list(FILES)
-)
+@program.command(words={"root": Opt(Path, "the folder in which vLLM's `tests` is")})
 def main(args: Args) -> dict[str, Any]:
     """Run the tests on both schedulers, and count the reasons for which they fail."""
     root = args.root.resolve()
     sys.path.insert(0, str(root))
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         make_model(Path(folder))
-        own = run(root, args.files, None, None)
+        own = run(root, None, None)
         able = {name for name, how in own.items() if how == "passed"}
-        ours = run(root, args.files, Shown, able)
+        ours = run(root, Shown, able)
     rows: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for name in own:
         file = Path(name.partition("::")[0]).name

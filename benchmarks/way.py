@@ -1,6 +1,6 @@
 """The way of a request: which files, functions and lines run for one streamed completion.
 
-    python benchmarks/way.py [--runner simulated|model] [--policy chunked_prefill] [--files]
+    python benchmarks/way.py [--files]
 
 Starts the server in this process, streams one completion to warm it up and then watches a second
 one with a trace function, on the event loop and on the engine's threads. Counts this package and
@@ -70,15 +70,13 @@ async def walk(config: EngineConfig, watch: Watch) -> None:
 
 
 @program.command(
-    runner=Opt("simulated", choices=("simulated", "model")),
-    policy="chunked_prefill",
     files=Opt(False, "list them"),
 )
 def main(args: Args) -> dict[str, int]:
     """Walk once, and count."""
     settings = [
-        ("runner.runner", args.runner),
-        ("scheduler.policy", args.policy),
+        ("runner.runner", "simulated"),
+        ("scheduler.policy", "chunked_prefill"),
         ("server.port", 0),
     ]
     watch = Watch()

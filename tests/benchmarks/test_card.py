@@ -114,7 +114,7 @@ def test_kernels_of_every_model_of_the_stages_are_among_the_kinds() -> None:
     import torch
     from card_models import CASES
     from card_stages import FP8, HOST_SHAPE, KINDS, OVERLAP_SHAPE, REAL
-    from gpu import GPU_SHAPES
+    from make_model import SHAPES
 
     def kernel(
         fields: Any, window: Any = None, softcap: Any = None, kv_dtype: Any = torch.bfloat16
@@ -129,7 +129,7 @@ def test_kernels_of_every_model_of_the_stages_are_among_the_kinds() -> None:
         names = ("num_attention_heads", "num_key_value_heads", "head_dim")
         fields = dict(zip(names, (kind.num_heads, kind.num_kv_heads, kind.head_dim), strict=True))
         packed.add(kernel(fields, kind.window, kind.softcap, kind.kv_dtype))
-    for shape in (OVERLAP_SHAPE, GPU_SHAPES[REAL.shape], GPU_SHAPES[HOST_SHAPE]):
+    for shape in (OVERLAP_SHAPE, SHAPES[REAL.shape], SHAPES[HOST_SHAPE]):
         assert kernel(shape) in packed
     for case in CASES:
         fields = case.fields.get("text_config", case.fields)  # of a model that sees

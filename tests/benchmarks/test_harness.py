@@ -145,3 +145,15 @@ def test_pages_name_programs_and_commands_that_there_are() -> None:
         assert source.exists(), (page, name)
         commands = re.findall(r"^@program\.command\(\s*\"([\w-]+)\"", source.read_text(), re.M)
         assert not commands or word in commands, (page, name, word)
+
+
+def test_no_program_has_the_name_of_a_package_that_transformers_looks_for() -> None:
+    """The folder of a program is the first on its path: transformers imported our `kernels`."""
+    from transformers.utils import import_utils
+
+    looked_for = re.findall(
+        r"_is_package_available\(\s*\"(\w+)\"", Path(import_utils.__file__).read_text("utf-8")
+    )
+    assert len(looked_for) > 50
+    programs = {path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py")}
+    assert not programs & {*looked_for, *sys.stdlib_module_names}

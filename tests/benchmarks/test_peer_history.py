@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import msgspec
-from peer_results import HISTORY, Run, history_table, remember
+from peers import HISTORY, Run, history_table, remember
 
 
 def _run(revision: str, date: str, ours: float) -> Run:

@@ -23,9 +23,7 @@ from aioserve.server.errors import to_wire
 from tests.kit import stats_of
 from tests.slow import mostly_slow
 
-SCHEMAS: dict[str, Any] = json.loads(
-    (Path(__file__).parents[2] / "benchmarks" / "schemas.json").read_text("utf-8")
-)
+SCHEMAS: dict[str, Any] = json.loads(Path(__file__).with_name("schemas.json").read_text("utf-8"))
 POLICIES = sorted(path.stem for path in Path("policies").glob("[a-z]*.py"))
 VALIDATORS = {
     name: jsonschema.Draft202012Validator(

@@ -60,8 +60,8 @@ def test_replies_of_a_trained_model_part_at_ties_alone(kind: str, count: int) ->
         fetch("smollm2")
     except AioserveError as error:
         pytest.skip(str(error))
-    program = ROOT / "benchmarks" / "vllm_tokens.py"
-    result = done([sys.executable, program, "--kinds", kind, "--prompts", str(count)])
+    program = ROOT / "benchmarks" / "vllm_right.py"
+    result = done([sys.executable, program, "tokens", "--kinds", kind, "--prompts", str(count)])
     rows = json.loads(result.stdout.strip().splitlines()[-1])["rows"]
     assert rows[0]["run"] == "vLLM"
     assert all(row["replies"] > 0.5 * count and row["others"] == 0 for row in rows)
@@ -80,8 +80,18 @@ def test_the_cost_of_a_step_is_measured_while_requests_end_and_come_in_every_ste
     """A program that waits for a step without arrivals before it measures never measures anything
     at 256 running requests, of which some end in each step.
     """
-    program = ROOT / "benchmarks" / "vllm_scheduler.py"
-    words = [sys.executable, program, "--running", "256", "--kind", "churn", "--rounds", "1"]
+    program = ROOT / "benchmarks" / "vllm_speed.py"
+    words = [
+        sys.executable,
+        program,
+        "scheduler",
+        "--running",
+        "256",
+        "--kind",
+        "churn",
+        "--rounds",
+        "1",
+    ]
     [row] = json.loads(done(words).stdout.strip().splitlines()[-1])["results"]
     assert row["kind"] == "churn"
     num_steps, rest = divmod(row["tokens"]["vllm"], 256)  # each request gets a token in each step

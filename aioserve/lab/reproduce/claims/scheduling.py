@@ -448,8 +448,8 @@ VICTIMS = Claim(
     here="The lengths are not published. Their mean follows from two numbers (623,948 wasted"
     " tokens are 78.8% of all); here prompts are log-normal around 280 tokens and "
     "replies uniform from 32 to 168, which leaves less to waste: vLLM 0.32's own scheduler wastes "
-    "0.090, 0.133 and 0.127 of them, as much as is shown (`python benchmarks/vllm_like.py "
-    "--victims`). Prefix caching is off."
+    "0.090, 0.133 and 0.127 of them, as much as is shown (`python benchmarks/vllm_predicted.py "
+    "like --victims`). Prefix caching is off."
     " Where replies vary and prompts do not (16 to 64 tokens, replies of 64 to 1,000), "
     "the rule wastes as much as the baseline or a fifth more.",
     run=_run_victims,

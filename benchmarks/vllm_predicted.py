@@ -1,21 +1,27 @@
-"""A mixed load in vLLM under four schedulers, beside what the lab predicts of it from one log.
+"""What the lab says of vLLM: vLLM's scheduler on the lab's clock, and a real load predicted.
 
-    python benchmarks/vllm_mixed.py                     # a quiet machine, half an hour
-    python benchmarks/vllm_mixed.py --requests 30 --rounds 1 --embedded     # whether it runs
+    python benchmarks/vllm_predicted.py like          # 300 requests of zoo-1-chat, 3 seeds
+    python benchmarks/vllm_predicted.py like --victims
+    python benchmarks/vllm_predicted.py mixed         # a quiet machine, half an hour
 
-vLLM serves SmolLM2 on this CPU, in this process, with a queue of requests that come by the clock:
-one client sends many long prompts in bursts, another a few short ones. Measured are vLLM's own
-scheduler, `chunked_prefill` with 256 tokens a step, `fair` and `deadline`, in turns, each from the
-decision log of its run. Predicted are the same four from the log under vLLM's own scheduler alone:
-step times are fitted to its steps, and its requests sent through each scheduler on a virtual clock.
+`like`: each order of requests is served three times on the same requests and step times: by vLLM's
+own scheduler, whose waiting queue is sorted by that order before each step (the option `order` of
+the scheduler `vllm`); by a policy of aioserve's with that order and `like: vllm`; and by the same
+policy with aioserve's defaults. The KV blocks are few, so that requests are preempted. Shown are
+means over all requests and seeds, and in brackets the difference to vLLM's, with the largest
+difference of one seed. `--victims` shows the share of tokens that vLLM's scheduler computes in vain
+on the lengths that `reproduce victims` assumes.
 
-A shared machine may be a fifth slower in one run than in the next, which no log of the first can
-tell. So each scheduler is predicted twice: from the log of vLLM's own scheduler alone, and with
-its step times at the speed of the run that is predicted: what that run's steps took, in all, by
-what the step times say of them.
-
-The rate leaves a third of the time free: nearer to the limit a machine whose speed drifts by a
-tenth, as shared ones do, has queues that differ by half from run to run of one scheduler.
+`mixed`: vLLM serves SmolLM2 on this CPU, in this process, with a queue of requests that come by the
+clock: one client sends many long prompts in bursts, another a few short ones. Measured are vLLM's
+own scheduler, `chunked_prefill` with 256 tokens a step, `fair` and `deadline`, in turns, each from
+the decision log of its run. Predicted are the same four from the log under vLLM's own scheduler
+alone: step times are fitted to its steps, and its requests sent through each scheduler on a virtual
+clock. A shared machine may be a fifth slower in one run than in the next, which no log of the first
+can tell. So each is also predicted with the step times at the speed of the run that is predicted:
+what that run's steps took, in all, by what the step times say of them. The rate leaves a third of
+the time free: nearer to the limit a machine whose speed drifts by a tenth has queues that differ by
+half from run to run of one scheduler.
 
 Each row has measured and predicted medians of the rounds. A sign is right if prediction and
 measurement agree whether a policy is better or worse than vLLM's own scheduler, by the median of
@@ -27,41 +33,150 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from build_peers import smollm2_directory
 from harness import ROOT, Args, Opt, Program, medians, turns
 
 sys.path.append(str(ROOT))
-from vllm_tokens import model_directory
-
-from tests.vllm.inside import (  # first: it says how vLLM is to start
-    MODEL,
-    core_of,
-    exchange,
-    make_engine,
-)
+from tests.vllm.inside import core_of, exchange, make_engine  # first: it says how vLLM is to start
 
 # isort: split
 from vllm import LLM, SamplingParams
 
+from aioserve.config import EngineConfig
+from aioserve.config.load import LIKE
+from aioserve.lab import what_if
 from aioserve.lab.decision_log.reader import Chronicle, DecisionLog, Life
-from aioserve.lab.what_if import Traffic, make_plan, measure, read_traffic, simulate
+from aioserve.lab.reproduce.claims.scheduling import (
+    VICTIMS_POLICY,
+    VICTIMS_PUBLISHED,
+    ShortestPromptScheduler,
+    wasted,
+)
+from aioserve.lab.simulation.run import simulate, simulated
 from aioserve.lab.workloads.synthetic import (
     ClientClass,
     LogNormal,
     OnOff,
     Poisson,
     Uniform,
+    WorkloadSource,
     WorkloadSpec,
     generate,
+    parse_prediction,
 )
 from aioserve.lab.workloads.workload import Workload
 from aioserve.runner.step_times import StepTimeModel
 from aioserve.vllm import Recorder
 
 program = Program(__doc__)
+
+
+# On the lab's clock.
+
+
+STEP_TOKENS = 2048
+SHORTEST_PROMPT = f"{ShortestPromptScheduler.__module__}:{ShortestPromptScheduler.__name__}"
+#: By name, aioserve's policy, the order for vLLM's queue, and what a command line would say of it.
+ORDERS: dict[str, tuple[str, str | None]] = {
+    "first come": ("chunked_prefill", None),
+    "shortest prompt": (SHORTEST_PROMPT, SHORTEST_PROMPT),
+    "shortest predicted reply": ("zoo.sjf", "zoo.sjf"),
+}
+OUTCOMES = ("TTFT, s", "end to end, s", "preemptions")
+
+
+def configure(
+    policy: str, options: dict[str, Any], preset: Sequence[tuple[str, Any]] = ()
+) -> EngineConfig:
+    """Return the settings of one candidate, alike in all but policy and preset."""
+    overrides = [
+        ("scheduler.policy", policy),
+        ("scheduler.options", options),
+        ("scheduler.max_num_seqs", 64),
+        ("scheduler.max_num_batched_tokens", STEP_TOKENS),
+        ("cache.num_kv_blocks", 1000),
+        ("model.max_model_len", 4096),
+        ("runner.profile", "zoo-1"),
+        *preset,
+    ]
+    return simulated(EngineConfig.load(None, overrides))
+
+
+def outcome_of(config: EngineConfig, workload: Workload) -> tuple[float, float, float]:
+    """Return the `OUTCOMES` of a run."""
+    outcome = simulate(config, workload)
+    requests = [request for request in outcome.requests if request.is_finished]
+    return (
+        statistics.mean(request.ttft for request in requests),
+        statistics.mean(request.end - request.arrival for request in requests),
+        outcome.num_preemptions,
+    )
+
+
+def candidates(name: str) -> dict[str, EngineConfig]:
+    """Return the three that serve an order."""
+    policy, order = ORDERS[name]
+    options: dict[str, Any] = {}
+    if policy == "chunked_prefill":
+        options["chunk_size"] = STEP_TOKENS
+    return {
+        "vLLM": configure("vllm", {} if order is None else {"order": order}),
+        "like: vllm": configure(policy, options, LIKE["vllm"]),
+        "aioserve's defaults": configure(policy, options),
+    }
+
+
+def show_victims(seeds: int) -> dict[str, Any]:
+    """Print the shares beside those of the claim's own policy, which preempts the newest."""
+    document = {}
+    print("| KV blocks | vLLM | newest preempted, as the claim has it |\n|---|---|---|")
+    for blocks in VICTIMS_PUBLISHED:
+        shares = [
+            statistics.mean(wasted(policy, {}, blocks, seed)[1] for seed in range(seeds))
+            for policy in ("vllm", VICTIMS_POLICY)
+        ]
+        print(f"| {blocks} | {shares[0]:.3f} | {shares[1]:.3f} |", flush=True)
+        document[str(blocks)] = shares
+    return document
+
+
+@program.command("like", seeds=3, victims=False)
+def like(args: Args) -> dict[str, Any]:
+    """Serve each order three times."""
+    if args.victims:
+        return show_victims(args.seeds)
+    path = str(ROOT / "configs/workloads/zoo-1-chat.yaml")
+    source = WorkloadSource(path=path, limit=300, prediction=parse_prediction("exact"))
+    workloads = [source.load(seed) for seed in range(args.seeds)]
+    document: dict[str, Any] = {}
+    print("| order | | " + " | ".join(OUTCOMES) + " |\n|---|---|" + "---|" * len(OUTCOMES))
+    for name in ORDERS:
+        runs = {
+            shown: [outcome_of(config, workload) for workload in workloads]
+            for shown, config in candidates(name).items()
+        }
+        for shown, rows in runs.items():
+            cells = []
+            for i in range(len(OUTCOMES)):
+                own, theirs = [row[i] for row in rows], [row[i] for row in runs["vLLM"]]
+                mean, base = statistics.mean(own), statistics.mean(theirs)
+                cell = f"{mean:.4g}"
+                if shown != "vLLM" and base:
+                    worst = max(abs(a / b - 1) for a, b in zip(own, theirs, strict=True) if b)
+                    cell += f" ({mean / base - 1:+.1%}, {worst:.1%})"
+                cells.append(cell)
+            print(f"| {name} | {shown} | " + " | ".join(cells) + " |", flush=True)
+        document[name] = runs
+    return document
+
+
+# A real load.
+
 
 OWN = "vllm"
 #: aioserve's policies and their options.
@@ -151,19 +266,13 @@ def run(llm: LLM, name: str, load: Workload, log: Path, num_tokens: int) -> None
 
 
 def write_logs(logs: dict[tuple[int, str], Path], args: Args) -> None:
-    """Serve the load of each round under each scheduler that has no log yet."""
-    if not logs:
-        return
-    model = MODEL if args.embedded else model_directory()
-    llm = make_engine(**SETTINGS | {"model": str(model)})
+    """Serve the load of each round under each scheduler."""
+    llm = make_engine(**SETTINGS | {"model": str(smollm2_directory())})
     num_tokens = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     serve(llm, a_load(8, 100.0, 99), num_tokens)  # warm up; a process is slower in its first minute
     serve(llm, a_load(args.requests, args.rate, 99), num_tokens)
     for (number, name), log in logs.items():
-        part = log.with_suffix(".part")
-        part.unlink(missing_ok=True)
-        run(llm, name, a_load(args.requests, args.rate, 1 + number), part, num_tokens)
-        part.rename(log)  # what has this name is a whole run
+        run(llm, name, a_load(args.requests, args.rate, 1 + number), log, num_tokens)
         print(f"round {number + 1}: {name}", file=sys.stderr, flush=True)
     core_of(llm).shutdown()
 
@@ -180,7 +289,7 @@ def measures_of(chronicle: Chronicle, reference: list[Life], num_users: int) -> 
     first = [1e3 * (life.token_times[0] - life.arrival) for life in light if life.token_times]
     times = sorted((t, life.spec.user == "light") for life in lives for t in life.token_times)
     half = times[: len(times) // 2]
-    found = measure(chronicle, reference) | {
+    found = what_if.measure(chronicle, reference) | {
         "light TTFT mean ms": statistics.fmean(first),
         "light share": 100 * sum(is_light for _, is_light in half) / len(half),
     }
@@ -201,13 +310,15 @@ def at_speed(step_time: StepTimeModel, factor: float) -> StepTimeModel:
     return msgspec.structs.replace(step_time, **rates)
 
 
-def predict(traffic: Traffic, name: str) -> dict[str, float]:
+def predict(traffic: what_if.Traffic, name: str) -> dict[str, float]:
     """Return the same measures of a scheduler that serves the traffic on a virtual clock."""
     if name == OWN:
-        chronicle = simulate(traffic, make_plan(traffic, None, []), is_recorded=True)
+        chronicle = what_if.simulate(
+            traffic, what_if.make_plan(traffic, None, []), is_recorded=True
+        )
     else:
         options = [(f"scheduler.options.{n}", str(v)) for n, v in POLICIES[name].items()]
-        chronicle = simulate(traffic, make_plan(traffic, name, options))
+        chronicle = what_if.simulate(traffic, what_if.make_plan(traffic, name, options))
     return measures_of(chronicle, traffic.lives, len(traffic.lives))
 
 
@@ -251,31 +362,23 @@ def tell(title: str, found: Rounds, predictions: Rounds) -> list[str]:
     return wrong
 
 
-@program.command(
-    requests=60,
-    rate=Opt(1.0, "requests a second, about"),
-    rounds=6,
-    embedded=Opt(False, "the model of 2.8M parameters"),
-    logs=Opt("", "a directory that keeps the logs: what is there already is not measured again"),
-)
-def main(args: Args) -> tuple[dict[str, Any], int]:
+@program.command("mixed", requests=60, rate=Opt(1.0, "requests a second, about"), rounds=6)
+def mixed(args: Args) -> tuple[dict[str, Any], int]:
     """Measure the four schedulers in turns, and predict them."""
     found: Rounds = {name: [] for name in (OWN, *POLICIES)}
     predictions: Rounds = {name: [] for name in found}
     at_own_speed: Rounds = {name: [] for name in found}
-    with tempfile.TemporaryDirectory() as passing:
+    with tempfile.TemporaryDirectory() as folder:
         logs = {
-            (number, name): Path(
-                args.logs or passing, f"{number}-{name}-{args.requests}-at-{args.rate:g}.log"
-            )
-            for number, name in turns(list(found), args.rounds)
+            turn: Path(folder, "{}-{}.log".format(*turn))
+            for turn in turns(list(found), args.rounds)
         }
-        write_logs({turn: log for turn, log in logs.items() if not log.exists()}, args)
+        write_logs(logs, args)
         for number in range(args.rounds):
-            own = read_traffic(DecisionLog(logs[number, OWN]))
+            own = what_if.read_traffic(DecisionLog(logs[number, OWN]))
             for name in found:
                 log = DecisionLog(logs[number, name])
-                traffic = read_traffic(log)
+                traffic = what_if.read_traffic(log)
                 found[name].append(
                     measures_of(traffic.chronicle, traffic.lives, len(traffic.lives))
                 )

@@ -1,11 +1,10 @@
 """What kernels cost: a model's matrix products, quantized ones, the head, attention, in turns.
 
-    python benchmarks/kernels.py products 135m             # or 0.6b, 2m, or a model directory
-    python benchmarks/kernels.py quantized [amx_bf16]      # all variants that this CPU runs
-    python benchmarks/kernels.py quantized --head          # the product of the head
-    python benchmarks/kernels.py logits                    # a head in float32, to one that rounds
-    python benchmarks/kernels.py attention [--threads 2] [--dtype float16]
-    python benchmarks/kernels.py attention --int8 --threads 1
+    python benchmarks/kernel_costs.py products 135m             # or 0.6b, 2m, or a model directory
+    python benchmarks/kernel_costs.py quantized [amx_bf16]      # all variants that this CPU runs
+    python benchmarks/kernel_costs.py quantized --head          # the product of the head
+    python benchmarks/kernel_costs.py attention [--threads 2]
+    python benchmarks/kernel_costs.py attention --int8 --threads 1
 
 `products`: the library is oneDNN on weights that it has packed, as in the floors of `steps.py`;
 both multiply in bfloat16, by one weight of each shape that the model has, which stay in the
@@ -33,8 +32,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Args, Opt, Program, Table, by_turns, ratio, samples, timed
-from make_model import SHAPES, model_path
+from harness import Args, Opt, Program, Table, by_turns, samples, timed
+from make_model import MODEL, model_path
 from steps import Shapes, packed_product
 from torch import Tensor
 
@@ -43,7 +42,6 @@ from aioserve.features.quantized import quantize
 from aioserve.kernels import Kernels, load_kernels, usable_variants
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
-from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.attention import CompiledAttention
 from aioserve.runner.cpu.kv_memory import AttentionBackend
 from aioserve.runner.cpu.onednn import pack_linear
@@ -60,6 +58,7 @@ HEAD = (49152, 576)
 KINDS = ("Q4_0", "Q8_0")
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 9, 3, 64, 16
+MIN_SECONDS = 0.5  # of each measurement of attention
 CACHE_BYTES = 200 << 20  # of all layers: more than the last level of cache
 CASES = {  # rows, new tokens of each, context of each
     "decode 1 at 512": (1, 1, 512),
@@ -90,8 +89,7 @@ def multiply(products: Sequence[Linear], inputs: Sequence[Tensor], repeats: int 
 
 @program.command(
     "products",
-    {"model": Opt(str, f"a directory, or one of {', '.join(SHAPES)}")},
-    rows=ROWS,
+    MODEL,
     threads=1,
     turns=12,
 )
@@ -111,7 +109,7 @@ def products(args: Args) -> dict[str, Any]:
     }
     columns = {"rows": "6", "library": "10.2f", "ours": "10.2f", "ratio": "8.2f"}
     table = Table(columns, f"ms of all layers, {kernels.variant}")
-    for rows in args.rows:
+    for rows in ROWS:
         inputs = [torch.randn(rows, shape[1], dtype=DTYPE) for shape in shapes]
         repeats = max(1, ROWS_IN_A_TURN // rows)
         runs = {name: partial(multiply, side, inputs, repeats) for name, side in sides.items()}
@@ -133,7 +131,6 @@ def quantized_product(kernels: Kernels, weight: Tensor, kind: str, *, is_int8: b
     "quantized",
     {"variants": Opt(usable_variants(), "of the kernels")},
     repeats=12,
-    rows=[1, 4, 16, 64, 256, 512],
     head=Opt(False, "the head's matrix, not six layers'"),
 )
 def quantized(args: Args) -> dict[str, Any]:
@@ -153,32 +150,13 @@ def quantized(args: Args) -> dict[str, Any]:
                 ]
         kinds["oneDNN"] = [pack_linear(weight.to(DTYPE), None) for weight in weights]
         kinds["bfloat16"] = [PanelLinear.of(kernels, weight.to(DTYPE), None) for weight in weights]
-        for rows in args.rows:
+        for rows in (1, 4, 16, 64, 256, 512):
             inputs = [torch.randn(rows, weight.shape[1]).to(DTYPE) for weight in weights]
             runs = {kind: partial(multiply, products, inputs) for kind, products in kinds.items()}
             seconds = by_turns(runs, args.repeats, time.thread_time)
             whole = min(seconds["bfloat16"])
             ratios = {kind: min(own) / whole for kind, own in seconds.items()}
             table.add({"kernels": variant, "rows": rows, **ratios, "bfloat16, ms": 1e3 * whole})
-    return {"rows": table.rows}
-
-
-@program.command("logits", rows=[1, 16, 64, 256], turns=60)
-def logits(args: Args) -> dict[str, Any]:
-    """The product of SmolLM2's head that writes float32, to one that rounds to bfloat16."""
-    machine.keep_freed_memory()  # as a server does
-    kernels, generator = load_kernels(), torch.Generator().manual_seed(0)
-    weight = torch.randn(HEAD, generator=generator).bfloat16()
-    types = {"bfloat16, ms": torch.bfloat16, "float32, ms": torch.float32}
-    heads = {name: PanelLinear.of(kernels, weight, None, dtype) for name, dtype in types.items()}
-    table = Table({"rows": "6", **dict.fromkeys(types, "14.2f"), "ratio": "8.3f"})
-    for rows in args.rows:
-        x = torch.randn(rows, HEAD[1], generator=generator).bfloat16()
-        runs = {name: partial(head, x) for name, head in heads.items()}
-        seconds = by_turns(runs, args.turns, time.perf_counter)
-        row = {name: 1e3 * float(np.median(own)) for name, own in seconds.items()}
-        narrow, wide = seconds.values()
-        table.add({"rows": rows, **row, "ratio": ratio(wide, narrow)})
     return {"rows": table.rows}
 
 
@@ -213,7 +191,6 @@ class Layers:
         self,
         make: Callable[[KVCacheSpec, int, int], AttentionBackend],
         case: str,
-        dtype: torch.dtype,
         kv_dtype: torch.dtype,
     ) -> None:
         rows, tokens, context = CASES[case]
@@ -231,8 +208,8 @@ class Layers:
             else:
                 cache.normal_()
         self._backend.prepare(step_inputs(rows, tokens, context))
-        self._query = torch.randn(rows * tokens, HEADS, DIM, dtype=dtype)
-        self._key, self._value = torch.randn(2, rows * tokens, KV_HEADS, DIM, dtype=dtype)
+        self._query = torch.randn(rows * tokens, HEADS, DIM, dtype=DTYPE)
+        self._key, self._value = torch.randn(2, rows * tokens, KV_HEADS, DIM, dtype=DTYPE)
 
     def run(self) -> None:
         """One layer, another one each turn."""
@@ -255,51 +232,45 @@ def make_backend(
 @program.command(
     "attention",
     threads=2,
-    seconds=Opt(0.5, "of each measurement"),
-    dtype=Opt("bfloat16", choices=("float32", "bfloat16", "float16")),
     cases=Opt(list(CASES), choices=CASES),
-    backends=Opt([], choices=("torch", *usable_variants())),
     int8=Opt(False, "against a cache of the compute type"),
     turns=Opt(60, "with --int8"),
 )
 def attention(args: Args) -> dict[str, Any]:
     """One layer of paged attention."""
     torch.set_num_threads(args.threads)
-    dtype = getattr(torch, args.dtype)
-    best = usable_variants()[:1]
+    best = usable_variants()[0]
     heads = {"case": "<20", "backend": "12", "ms": "9.3f"}
     if args.int8:
         ways = ("int8 cache", "products of bytes", "memory")
         table = Table({**heads, **{way: f"{len(way) + 2}.2f" for way in ways}})
         for case in args.cases:
-            for name in args.backends or best:
-                plain = Layers(make_backend(name), case, dtype, dtype)
-                others = {"int8 cache": Layers(make_backend(name), case, dtype, torch.int8)}
-                row: dict[str, float] = {"memory": others["int8 cache"].bytes / plain.bytes}
-                if name != "torch":
-                    make = make_backend(name, in_bytes=True)
-                    others["products of bytes"] = Layers(make, case, dtype, torch.int8)
-                runs = {way: own.run for way, own in others.items()} | {"plain": plain.run}
-                least = {way: min(own) for way, own in by_turns(runs, args.turns).items()}
-                row |= {way: least[way] / least["plain"] for way in others}
-                row["ms"] = 1e3 * least["plain"]
-                table.add({"case": case, "backend": name, **row})
-        return {"dtype": args.dtype, "rows": table.rows}
+            plain = Layers(make_backend(best), case, DTYPE)
+            others = {
+                "int8 cache": Layers(make_backend(best), case, torch.int8),
+                "products of bytes": Layers(make_backend(best, in_bytes=True), case, torch.int8),
+            }
+            runs = {way: own.run for way, own in others.items()} | {"plain": plain.run}
+            least = {way: min(own) for way, own in by_turns(runs, args.turns).items()}
+            row = {"memory": others["int8 cache"].bytes / plain.bytes, "ms": 1e3 * least["plain"]}
+            row |= {way: least[way] / least["plain"] for way in others}
+            table.add({"case": case, "backend": best, **row})
+        return {"rows": table.rows}
     data = torch.ones(128 << 20)
-    read = data.nbytes / timed(data.sum, 5, args.seconds).median / 1e9
+    read = data.nbytes / timed(data.sum, 5, MIN_SECONDS).median / 1e9
     print(f"plain read: {read:.1f} GB/s with {args.threads} threads")
     table = Table({**heads, "GB/s": "8.1f", "GFLOP/s": "9.0f"})
     for case in args.cases:
         rows, tokens, context = CASES[case]
-        for name in args.backends or [*best, "torch"]:
-            layers = Layers(make_backend(name), case, dtype, dtype)
+        for name in (best, "torch"):
+            layers = Layers(make_backend(name), case, DTYPE)
             layers.run()
-            taken = float(np.median(samples(layers.run, 5, args.seconds)))
+            taken = float(np.median(samples(layers.run, 5, MIN_SECONDS)))
             seen = rows * (tokens * context - tokens * (tokens - 1) // 2)  # pairs of query and key
             row = {"ms": 1e3 * taken, "GB/s": layers.bytes / taken / 1e9}
             row["GFLOP/s"] = seen * HEADS * DIM * 4 / taken / 1e9
             table.add({"case": case, "backend": name, **row})
-    return {"dtype": args.dtype, "read_gb_per_s": read, "rows": table.rows}
+    return {"read_gb_per_s": read, "rows": table.rows}
 
 
 if __name__ == "__main__":

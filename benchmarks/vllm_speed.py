@@ -1,22 +1,32 @@
-"""What a step costs in vLLM's scheduler interface: aioserve's scheduler and vLLM's own, in turns.
+"""How fast vLLM is with aioserve's scheduler: a step of the scheduler alone, and whole servers.
 
-    python benchmarks/vllm_scheduler.py [--running 64 256 1024] [--policy fair] [--rounds 9]
+    python benchmarks/vllm_speed.py scheduler [--running 64 256 1024] [--rounds 9]
+    python benchmarks/vllm_speed.py servers [--loads W5 W6]      # a quiet machine, 15 minutes
 
-Both are made as vLLM's engine core makes them, of the same settings, and are given the same
-requests (200 tokens of prompt, 64 of which a fifth of the others share) and the same results,
-without a model. Measured is the processor time of `schedule()` and `update_from_output()`
-together, per step. `steady`: decodes alone. `churn`: every step one in 64 of the running requests
-ends, and as many come, whose `add_request()` is counted; vLLM's own request, with the hashes of its
-blocks, is made before, as another thread of vLLM's engine core does. The two take turns of some
-steps in one process, so that what else the machine does falls on both; the ratio is vLLM's time
-over aioserve's, the median of the turns, with the least and the most. `log adds` is what
-`aioserve.vllm.Recorder` adds to a step of vLLM's own, `parts add` what `PolicyScheduler` does in
-the order of the policy `fair`. Needs vLLM. The last line is JSON.
+`scheduler`: aioserve's and vLLM's own are made as vLLM's engine core makes them, of the same
+settings, and are given the same requests (200 tokens of prompt, 64 of which a fifth of the others
+share) and the same results, without a model. Measured is the processor time of `schedule()` and
+`update_from_output()` together, per step. `steady`: decodes alone. `churn`: every step one in 64 of
+the running requests ends, and as many come, whose `add_request()` is counted; vLLM's own request,
+with the hashes of its blocks, is made before, as another thread of vLLM's engine core does. The two
+take turns of some steps in one process; the ratio is vLLM's time over aioserve's, the median of the
+turns, with the least and the most. `log adds` is what `aioserve.vllm.Recorder` adds to a step of
+vLLM's own, `parts add` what `PolicyScheduler` does in the order of the policy `fair`.
+
+`servers`: two of one model run at once and take turns, so that one of them idles: W5 on SmolLM2, W6
+on the embedded model, of which a step takes so little that the scheduler counts. Both have the same
+seats, step tokens and KV blocks; aioserve's policy is `chunked_prefill` with all tokens of a step,
+which is vLLM's own order. The table is that of `peers.py`; the ratio is to vLLM's own scheduler.
+All of it runs in vLLM's environment. The last line is JSON.
 """
 
+import contextlib
 import gc
+import json
 import logging
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections import deque
@@ -25,7 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Args, Program
+from build_peers import smollm2_directory, vllm
+from harness import ROOT, Args, Opt, Program, Table, serving
+from peers import compare_running
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -171,13 +183,12 @@ def loop_cost(running: int, num_steps: int) -> float:
     return 1e6 * (time.process_time() - began) / num_steps
 
 
-def measure(running: int, kind: str, policy: str, rounds: int, log: Path) -> dict[str, Any]:
+def measure(running: int, kind: str, rounds: int, log: Path) -> dict[str, Any]:
     """The medians of all, and the ratio of each turn."""
-    ours_stated: dict[str, Any] = {"policy": policy}
-    if policy == "chunked_prefill":  # else the many prompts take hundreds of steps to begin with
-        ours_stated["options"] = {"chunk_size": STEP_TOKENS}
+    # With fewer tokens a step the many prompts take hundreds of steps to begin with.
+    options = {"chunk_size": STEP_TOKENS}
     stated: dict[str, tuple[Any, dict[str, Any]]] = {
-        "aioserve": (OurScheduler, ours_stated),
+        "aioserve": (OurScheduler, {"policy": "chunked_prefill", "options": options}),
         "vllm": (TheirScheduler, {}),
         "recorded": (Recorder, {"decision_log": str(log)}),
         "parts": (PolicyScheduler, {"order": "fair"}),
@@ -201,49 +212,98 @@ def measure(running: int, kind: str, policy: str, rounds: int, log: Path) -> dic
     gc.unfreeze()
     for engine in engines.values():
         engine.scheduler.shutdown()
-    ours, theirs = (statistics.median(found[name]) for name in ("aioserve", "vllm"))
-    ratios = [b / a for a, b in zip(found["aioserve"], found["vllm"], strict=True)]
-    adds, parts_add = (
-        statistics.median(b - a for a, b in zip(found["vllm"], found[name], strict=True))
+    ours, theirs = found["aioserve"], found["vllm"]
+    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+    adds = {
+        name: statistics.median(b - a for a, b in zip(theirs, found[name], strict=True))
         for name in ("recorded", "parts")
-    )
+    }
     return {
         "running": running,
         "kind": kind,
-        "aioserve_us": round(ours, 1),
-        "vllm_us": round(theirs, 1),
-        "ratio": round(statistics.median(ratios), 2),
-        "least": round(min(ratios), 2),
-        "most": round(max(ratios), 2),
-        "log_adds_us": round(adds, 1),
-        "parts_add_us": round(parts_add, 1),
-        "loop_us": round(beside, 1),
+        "aioserve_us": statistics.median(ours),
+        "vllm_us": statistics.median(theirs),
+        "ratio": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "log_adds_us": adds["recorded"],
+        "parts_add_us": adds["parts"],
+        "loop_us": beside,
         "tokens": {name: engine.num_tokens for name, engine in engines.items()},
     }
 
 
-@program.command(
-    running=[64, 256, 1024], kind=["steady", "churn"], policy="chunked_prefill", rounds=9
-)
-def main(args: Args) -> dict[str, Any]:
-    """Measure each kind of load at each number of running requests."""
+@program.command("scheduler", running=[64, 256, 1024], kind=["steady", "churn"], rounds=9)
+def scheduler(args: Args) -> dict[str, Any]:
+    """Steps of both schedulers, at each number of running requests."""
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    print(f"microseconds per step of processor time; aioserve under {args.policy}")
-    head = ("", "running", "aioserve", "vLLM", "ratio", "least", "most", "log adds", "parts add")
-    print("{:8}{:>8}{:>10}{:>10}{:>8}{:>8}{:>8}{:>10}{:>10}".format(*head))
-    results = []
+    print("microseconds per step of processor time")
+    ratios = dict.fromkeys(("ratio", "least", "most"), "8.2f")
+    times = {"aioserve_us": "13.1f", "vllm_us": "10.1f"}
+    adds = {"log_adds_us": "13.1f", "parts_add_us": "14.1f"}
+    table = Table({"kind": "<8", "running": "8", **times, **ratios, **adds})
     with tempfile.TemporaryDirectory() as folder:
         for kind, running in product(args.kind, args.running):
             log = Path(folder, f"{kind}-{running}.log")
-            row = measure(running, kind, args.policy, args.rounds, log)
-            results.append(row)
-            print(
-                f"{kind:8}{running:8}{row['aioserve_us']:10.1f}{row['vllm_us']:10.1f}"
-                f"{row['ratio']:8.2f}{row['least']:8.2f}{row['most']:8.2f}"
-                f"{row['log_adds_us']:10.1f}{row['parts_add_us']:10.1f}",
-                flush=True,
-            )
-    return {"results": results}
+            table.add(measure(running, kind, args.rounds, log))
+    return {"results": table.rows}
+
+
+# Whole servers.
+
+
+#: Seats of each load's server: as many as it has streams.
+SEATS = {"W5": 64, "W6": 256}
+WHOLE_STEPS = 2048  # tokens of a step
+OURS = {"policy": "chunked_prefill", "options": {"chunk_size": WHOLE_STEPS}}
+
+
+def words_of(load: str, *, is_ours: bool) -> list[str]:
+    """The command line of one server."""
+    model = find_model(OurModelConfig()).path if load == "W6" else smollm2_directory()
+    program = str(Path(sys.executable).with_name("vllm"))
+    words = [program, "serve", str(model), "--port", "{port}", "--dtype", "bfloat16"]
+    words += ["--max-model-len", "1024", "--max-num-seqs", str(SEATS[load])]
+    words += ["--max-num-batched-tokens", str(WHOLE_STEPS)]
+    if is_ours:
+        words += ["--scheduler-cls", "aioserve.vllm.Scheduler"]
+        words += ["--additional-config", json.dumps({"aioserve": OURS})]
+    return words
+
+
+@program.command(
+    "servers",
+    loads=Opt(["W5", "W6"], choices=SEATS),
+    rounds=3,
+    max_seconds=Opt(300.0, "of one load"),
+)
+def servers(args: Args) -> tuple[dict[str, Any], int]:
+    """Tokens per second of `vllm serve` under its own scheduler and under aioserve's."""
+    environment = {**os.environ, **dict(vllm().environment), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    results: dict[str, Any] = {}
+    code = 0
+    for load in args.loads:
+        with contextlib.ExitStack() as stack:
+            running = {
+                name: stack.enter_context(
+                    serving(
+                        program=words_of(load, is_ours=is_ours),
+                        ready="/health",
+                        env=environment,
+                        patience=1800.0,
+                    )
+                )
+                for name, is_ours in (("vLLM", False), ("aioserve", True))
+            }
+            asked = Args(**vars(args))
+            asked.loads = [load]
+            asked.peers = [f"{name}={server.url}" for name, server in running.items()]
+            found, failed = compare_running(asked)
+            results |= found
+            code = max(code, failed)
+    return results, code
 
 
 if __name__ == "__main__":
