@@ -602,13 +602,20 @@ class Seeing:
         """Of each of `tokens` after a prompt, [n, V], by `module`."""
         import torch
 
-        given = self.given(text, images, tokens[:-1], videos)
+        # Marks of images in a reply are text, as in `generate`: in one call they would be places.
+        is_apart = getattr(module.config, "image_token_id", None) in tokens[:-1]
+        given = self.given(text, images, () if is_apart else tokens[:-1], videos)
         if "pixel_values" in given:  # which Llama 4 wants so, and others make so
             given["pixel_values"] = given["pixel_values"].to(module.dtype)
-        begin = given["input_ids"].shape[1] - len(tokens)
         getattr(module, "model", module).rope_deltas = None  # of a prompt before
         with torch.inference_mode():
-            return module(**given, use_cache=False).logits[0, begin:].float()
+            found = module(**given, use_cache=is_apart)
+            logits = found.logits[0]
+            for token in tokens[:-1] if is_apart else ():
+                step = torch.tensor([[token]])
+                found = module(input_ids=step, past_key_values=found.past_key_values)
+                logits = torch.cat((logits, found.logits[0]))
+            return logits[-len(tokens) :].float()
 
     def _with_videos(self, text: str, videos: Sequence[Video]) -> tuple[str, dict[str, Any]]:
         """A text in which they stand, and the arrays of all of them, as the processors of
