@@ -6,7 +6,7 @@ and as CSV, as a picture, and as the file of errors that heads of reports on car
 
 import csv
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -106,23 +106,28 @@ def _scores(errors: Errors) -> dict[str, Score]:
     }
 
 
+def csv_text(head: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
+    """Return a CSV file of these lines below a head."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([head, *lines])
+    return out.getvalue()
+
+
 def simulators_csv(found: Sequence[Simulator]) -> str:
     """Return a line for each simulator, set and metric; behind its errors, ours over the same
     rows.
     """
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
     head = ["set", "simulator", "metric", "rows", "median_error", "mape"]
     for name in ("aioserve", "card"):
         head += [f"{name}_{number}" for number in ("rows", "median_error", "mape")]
-    writer.writerow(head)
+    lines = []
     for simulator in found:
         for metric, score in simulator.scores.items():
             cells = [simulator.data, simulator.name, metric, *_numbers(score)]
             for mine in (OURS, BY_CARD):
                 cells += _numbers(simulator.beside.get(mine, {}).get(metric))
-            writer.writerow(cells)
-    return out.getvalue()
+            lines.append(cells)
+    return csv_text(head, lines)
 
 
 def _numbers(score: Score | None) -> list[str]:
@@ -135,16 +140,14 @@ def heads_csv(found: Sequence[Simulator]) -> str:
     """Return what heads of reports on cards state, as `lab.cards.engines` reads it: the errors of
     `--card` on the rows of `vllm-h100`, and those of operator tables on the runs of `vllm-rtx`.
     """
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(HeadError.__struct_fields__)
+    lines = []
     for data, name, words in ((STAGES, BY_CARD, H100), (RUNS, OURS, RTX)):
         for simulator in found:
             if (simulator.data, simulator.name) == (data, name):
                 for metric, score in simulator.scores.items():
                     line = HeadError(*words, metric, score.rows, round(score.median, DIGITS))
-                    writer.writerow(msgspec.structs.astuple(line))
-    return out.getvalue()
+                    lines.append(msgspec.structs.astuple(line))
+    return csv_text(HeadError.__struct_fields__, lines)
 
 
 def _lines(found: Sequence[Simulator]) -> Iterator[tuple[str, Simulator, Mapping[str, Score]]]:

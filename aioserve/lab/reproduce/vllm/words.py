@@ -1,8 +1,6 @@
 """Predictions of vLLM's runs beside what was measured: tables, CSV files, pictures and the page."""
 
-import csv
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,6 +26,7 @@ from aioserve.lab.reproduce.vllm.simulators import (
     Predicted,
     Row,
     Simulator,
+    csv_text,
     open_picture,
     table_of_simulators,
 )
@@ -132,13 +131,11 @@ def requests_csv(prediction: Prediction) -> str:
     """Return the prediction of each request, in seconds from the first arrival of the trace."""
     served, requests = prediction.served, prediction.run.requests
     measures = served.measures(requests)
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(REQUEST_COLUMNS)
+    lines = []
     for i, request in enumerate(requests):
         times = (served.queued[i], served.first[i], served.last[i])
         durations = (measures["ttft"][i], measures["tpot"][i], measures["e2e"][i])
-        writer.writerow(
+        lines.append(
             [
                 i,
                 f"{request.arrival:.4f}",
@@ -150,7 +147,7 @@ def requests_csv(prediction: Prediction) -> str:
                 f"{durations[2]:.4f}",
             ]
         )
-    return out.getvalue()
+    return csv_text(REQUEST_COLUMNS, lines)
 
 
 # Experiments by stages.
@@ -170,15 +167,28 @@ def as_rows(
 
 def stages_csv(experiments: Sequence[Experiment], predicted: Predicted, measured: Predicted) -> str:
     """Return the predictions of all rows, beside what is given of them."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["id", "model", "stage", "metric", "predicted_ms", "measured_ms", "error"])
+    head = ["id", "model", "stage", "metric", "predicted_ms", "measured_ms", "error"]
+    lines = []
     models = {experiment.id: experiment.model for experiment in experiments}
     for row, ms in predicted.items():
         there = measured.get(row)
         known = ["", ""] if there is None else [f"{there:g}", f"{ms / there - 1:.4f}"]
-        writer.writerow([row[0], models[row[0]], row[1], row[2], f"{ms:.3f}", *known])
-    return out.getvalue()
+        lines.append([row[0], models[row[0]], row[1], row[2], f"{ms:.3f}", *known])
+    return csv_text(head, lines)
+
+
+def _means_of(
+    experiment: Experiment, predicted: Predicted, measured: Predicted, metrics: Sequence[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the stages of an experiment, and the means of each with their errors, in words."""
+    for stage in (ALL_STAGES, *range(len(experiment.stages))):
+        cells = []
+        for metric in metrics:
+            row = (experiment.id, stage, metric)
+            ms, there = predicted[row], measured.get(row)
+            error = "" if there is None else f" ({_signed(ms / there - 1)})"
+            cells.append(f"{ms:.1f}{error}")
+        yield "all" if stage == ALL_STAGES else str(stage), cells
 
 
 def render_stages(
@@ -196,16 +206,10 @@ def render_stages(
         f"{'experiment':16} {'model':26} {'stage':>5}"
         + "".join(f"  {name:>24}" for name in ("e2e mean, ms", "TTFT mean, ms", "ITL mean, ms")),
     ]
+    metrics = ("e2e_mean", "ttft_mean", "itl_mean")
     for experiment in experiments:
-        for stage in (ALL_STAGES, *range(len(experiment.stages))):
-            cells = []
-            for metric in ("e2e_mean", "ttft_mean", "itl_mean"):
-                row = (experiment.id, stage, metric)
-                there, ms = measured.get(row), predicted[row]
-                error = "" if there is None else f" ({100 * (ms / there - 1):+.1f}%)"
-                cells.append(f"{ms:.1f}{error}")
-            model = experiment.model.rpartition("/")[2][:26]
-            shown = "all" if stage == ALL_STAGES else str(stage)
+        model = experiment.model.rpartition("/")[2][:26]
+        for shown, cells in _means_of(experiment, predicted, measured, metrics):
             lines.append(
                 f"{experiment.id:16} {model:26} {shown:>5}" + "".join(f"  {c:>24}" for c in cells)
             )
@@ -397,27 +401,13 @@ def render_blocks(found: Sequence[KvBlocks]) -> str:
 
 def blocks_csv(found: Sequence[KvBlocks]) -> str:
     """Return a line for each model and engine."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(
-        ["set", "runs", "model", "cards", "step_tokens", "reported", "ours", "difference", "why"]
-    )
+    head = ["set", "runs", "model", "cards", "step_tokens", "reported", "ours", "difference", "why"]
+    lines = []
     for line in found:
-        difference = "" if line.difference is None else f"{line.difference:.4f}"
-        writer.writerow(
-            [
-                line.data,
-                " ".join(line.runs),
-                line.model,
-                line.num_cards,
-                line.step_tokens,
-                "" if line.reported is None else line.reported,
-                "" if line.ours is None else line.ours,
-                difference,
-                line.why,
-            ]
-        )
-    return out.getvalue()
+        difference = None if line.difference is None else f"{line.difference:.4f}"  # None: empty
+        cells = [line.data, " ".join(line.runs), line.model, line.num_cards, line.step_tokens]
+        lines.append([*cells, line.reported, line.ours, difference, line.why])
+    return csv_text(head, lines)
 
 
 # The page: what was measured, what was predicted, how far they are apart.
@@ -620,16 +610,8 @@ def _stages(results: Results) -> list[str]:
     engine = results.engine
     rows = []
     for experiment in results.experiments:
-        for stage in (ALL_STAGES, *range(len(experiment.stages))):
-            cells = []
-            for metric in MEANS:
-                row = (experiment.id, stage, metric)
-                ms, there = results.predicted[row], results.measured.get(row)
-                error = "" if there is None else f" ({_signed(ms / there - 1)})"
-                cells.append(f"{ms:.1f}{error}")
-            model = experiment.model.rpartition("/")[2]
-            shown = "all" if stage == ALL_STAGES else str(stage)
-            cards = str(experiment.tensor_parallel)
+        model, cards = experiment.model.rpartition("/")[2], str(experiment.tensor_parallel)
+        for shown, cells in _means_of(experiment, results.predicted, results.measured, MEANS):
             rows.append([experiment.id, model, cards, shown, *cells])
     return [
         "## By stages of a load",
