@@ -6,11 +6,12 @@ what the numbers of a draw mean is defined in `runner.batch.sampling_columns`.
 """
 
 import ctypes
-import functools
 import hashlib
 import logging
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,29 +23,19 @@ from aioserve.kernels.library import SOURCES, VARIANTS, extension
 logger = logging.getLogger(__name__)
 
 _P, _I = ctypes.c_void_p, ctypes.c_int64
-_NO_DRAWS = (None,) * 5
+_number_in: Callable[[Any], ctypes.c_int64] = ctypes.c_int64.from_buffer
 _SOURCES = (SOURCES / "vector.h", SOURCES / "tokens" / "choose_tokens.c")
 #: Best first; setup.py compiles each.
 TOKEN_VARIANTS = ("avx512", "avx2", "baseline")
-
-
-class RowDraws(NamedTuple):
-    """Columns that say how each of S rows of logits is drawn from; contiguous arrays."""
-
-    top_k: npt.NDArray[np.int64]  # S, 0 = all
-    top_p: npt.NDArray[np.float32]  # S
-    least: npt.NDArray[np.float32]  # S, log(min_p): of (logit - best logit) / temperature
-    seeds: npt.NDArray[np.uint32]  # [S, 2], low and high word
-    positions: npt.NDArray[np.int64]  # S, of the token that is chosen
 
 
 class ChosenTokens(NamedTuple):
     """The tokens that were chosen from S rows of logits."""
 
     token_ids: npt.NDArray[np.int64]  # S
-    best: npt.NDArray[np.float32]  # S, the largest logit; NaN if there is any
+    #: S, the largest logit; NaN if there is any. None: all are finite.
+    best: npt.NDArray[np.float32] | None
     is_open: npt.NDArray[np.bool_] | None  # S, rows without a token yet; None: there is none
-    are_sound: bool  # every best is finite
 
 
 class TokenChooser:
@@ -57,37 +48,52 @@ class TokenChooser:
             raise OSError(f"{path.name} was compiled from other sources: compile it again (make)")
         self._choose = library.choose_tokens
         self._choose.argtypes = (_P, _I, _I, *[_P] * 9)
+        self._greedy = _greedy_rows(1)
 
-    def choose(
-        self, logits: Tensor, temperature: npt.NDArray[np.float32], draws: RowDraws | None
-    ) -> ChosenTokens:
+    def choose(self, logits: Tensor, draws: Sequence[int] | None) -> ChosenTokens:
         """Return a token for each row of `logits` [S, V], float32 and contiguous: the first of the
-        best where its `temperature` [S] is 0, else a draw by its row of `draws` (None: every
-        temperature is 0). On as many threads as the calling thread gave torch.
+        best where its temperature is 0, else a draw. On as many threads as the calling thread gave
+        torch.
+
+        `draws` are the addresses of six contiguous columns: temperature [S], float32; top-k [S],
+        int64, 0 for all; top-p [S], float32; log(min-p) [S], float32, of (logit - best logit) /
+        temperature; seeds [S, 2], uint32, low and high word; positions [S], int64, of the token
+        that is chosen. None: every temperature is 0.
 
         A row stays open where rounding may decide which token it is, and beyond a top-k of 256.
         Rows whose best is not finite are not drawn from.
         """
         rows, size = logits.shape
-        # In one piece of memory, since to ask an array for its address takes a microsecond.
-        found = np.empty(3 * rows, dtype=np.int64)
-        address = found.ctypes.data
+        if draws is None:
+            zeros, columns = self._greedy  # kept here: another thread may take more meanwhile
+            if len(zeros) < rows:
+                zeros, columns = self._greedy = _greedy_rows(rows)
+        else:
+            columns = draws
+        # In one piece of memory, of which the buffer says sooner than `ctypes.data` where it lies.
+        found = np.empty(3 * rows + 1, dtype=np.int64)
+        address = ctypes.addressof(_number_in(found))
         told = self._choose(
             logits.data_ptr(),
             rows,
             size,
-            temperature.ctypes.data,
-            *(_NO_DRAWS if draws is None else (column.ctypes.data for column in draws)),
+            *columns,
             address,
             address + 8 * rows,
             address + 16 * rows,
         )
-        best = found[rows : 2 * rows].view(np.float32)[:rows]
+        best = found[rows : 2 * rows].view(np.float32)[:rows] if told & 2 else None
         is_open = found[2 * rows :].view(np.bool_)[:rows] if told & 1 else None
-        return ChosenTokens(found[:rows], best, is_open, not told & 2)
+        return ChosenTokens(found[:rows], best, is_open)
 
 
-@functools.cache
+def _greedy_rows(rows: int) -> tuple[npt.NDArray[np.float32], Sequence[int | None]]:
+    """Return temperatures of 0, and the addresses that say so."""
+    zeros = np.zeros(rows, dtype=np.float32)
+    return zeros, (zeros.ctypes.data, None, None, None, None, None)
+
+
+@cache
 def load_chooser() -> TokenChooser | None:
     """Return the best variant for this CPU, or for that of AIOSERVE_KERNELS. None without kernels,
     whose OpenMP runtime it shares, and where it was not compiled of the sources beside it.

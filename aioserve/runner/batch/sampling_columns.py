@@ -8,6 +8,7 @@ the row, or what was drawn before. Integers only, so that a GPU kernel can compu
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,7 +100,7 @@ def _column(
     return {"column": Column(dtype, neutral, value)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingInputs:
     """Columns of the S rows that sample in one step. A parameter's column is declared here, and
     nowhere else.
@@ -140,6 +141,27 @@ class SamplingInputs:
             for name, column in COLUMNS.items()
         }
         return cls(np.zeros(num_rows, dtype=np.int64), {}, **columns)
+
+    @cached_property
+    def draws(self) -> tuple[int, ...] | None:
+        """Where the columns lie by which the compiled library draws from these rows, for as long as
+        this object lives; None: all rows are greedy.
+        """
+        if not self.temperature.any():
+            return None
+        columns = self.temperature, self.top_k, self.top_p, self.log_min_p, self.seeds
+        return tuple(column.ctypes.data for column in (*columns, self.num_tokens))
+
+    @cached_property
+    def log_min_p(self) -> FloatArray:
+        """Min-p as a bound on scaled logits, below the best."""
+        with np.errstate(divide="ignore"):
+            return np.log(self.min_p)
+
+    @cached_property
+    def asks_logprobs(self) -> bool:
+        """Whether a row wants to be told log probabilities."""
+        return bool((self.num_logprobs != NO_LOGPROBS).any())
 
     def take(self, places: IntArray | npt.NDArray[np.bool_]) -> "SamplingInputs":
         """Return the columns of some of the rows; edits are left behind."""

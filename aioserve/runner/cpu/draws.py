@@ -29,8 +29,7 @@ def draw(logits: Tensor, inputs: SamplingInputs) -> IntArray:
     logits = logits - logits.amax(dim=-1, keepdim=True)
     logits /= torch.from_numpy(inputs.temperature)[:, None]
     keys = row_keys(inputs.seeds, inputs.num_tokens)
-    with np.errstate(divide="ignore"):
-        floor = torch.from_numpy(np.log(inputs.min_p))  # min-p as a bound on logits
+    floor = torch.from_numpy(inputs.log_min_p)
     token_ids = np.empty(len(keys), dtype=np.int64)
     limited = (inputs.top_k > 0) | (inputs.top_p < 1)
     for rows, choose in ((~limited, _draw_from_all), (limited, _draw_from_most_likely)):

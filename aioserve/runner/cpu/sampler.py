@@ -5,6 +5,7 @@ numbers; knows nothing about requests.
 """
 
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aioserve.kernels.tokens import ChosenTokens, RowDraws, load_chooser
+from aioserve.kernels.tokens import ChosenTokens, load_chooser
 from aioserve.outputs import TokenLogprobs
 from aioserve.runner.attention.backend import IntArray
 from aioserve.runner.batch.sampling_columns import NO_LOGPROBS, SamplingInputs
@@ -70,8 +71,10 @@ def sample(logits: Tensor, inputs: SamplingInputs, masks: "Masks | None" = None)
     """
     chosen = _choose(logits, inputs, masks)
     token_ids, failed = chosen.token_ids, dict[int, str]()
+    if chosen.best is None and not inputs.asks_logprobs:
+        return SampledTokens(token_ids, {}, failed)
     asked = np.flatnonzero(inputs.num_logprobs != NO_LOGPROBS)
-    if not chosen.are_sound:
+    if chosen.best is not None:
         is_sound = np.isfinite(chosen.best)
         failed = {row: why_unsound(chosen.best[row]) for row in np.flatnonzero(~is_sound).tolist()}
         asked = asked[is_sound[asked]]
@@ -83,8 +86,8 @@ def sample(logits: Tensor, inputs: SamplingInputs, masks: "Masks | None" = None)
 
 
 def _choose(logits: Tensor, inputs: SamplingInputs, masks: "Masks | None") -> ChosenTokens:
-    """Return a token for each of the S rows, and the largest logit that the row may take: a row
-    whose best is not finite has none that means anything. No row is left open.
+    """Return a token for each of the S rows, and the largest logits that the rows may take unless
+    all are finite: a row whose best is not has no token that means anything. No row is left open.
     """
     if not inputs.edits and masks is None:
         return _choose_from(logits.float(), inputs)
@@ -107,27 +110,29 @@ def _choose(logits: Tensor, inputs: SamplingInputs, masks: "Masks | None") -> Ch
     plain = np.flatnonzero(~is_edited)
     others = _choose_from(logits[torch.from_numpy(plain)].float(), inputs.take(plain))
     token_ids = np.empty(len(logits), dtype=np.int64)
-    best = np.empty(len(logits), dtype=np.float32)
-    token_ids[rows], best[rows] = found.token_ids, found.best
-    token_ids[plain], best[plain] = others.token_ids, others.best
-    return ChosenTokens(token_ids, best, None, found.are_sound and others.are_sound)
+    token_ids[rows], token_ids[plain] = found.token_ids, others.token_ids
+    if found.best is None and others.best is None:
+        return ChosenTokens(token_ids, None, None)
+    best = np.zeros(len(logits), dtype=np.float32)  # finite
+    for places, own in ((rows, found.best), (plain, others.best)):
+        if own is not None:
+            best[places] = own
+    return ChosenTokens(token_ids, best, None)
 
 
 def _choose_from(logits: Tensor, inputs: SamplingInputs) -> ChosenTokens:
     """Return a token for each row of `logits`, float32, by the compiled library where there is one.
     What that leaves open is drawn here, by the same rules: the token is the same.
     """
+    if inputs.draws is None and len(logits) == 1:
+        return _best_of_one(logits)
     if (chooser := load_chooser()) is not None:
-        draws = None
-        if inputs.temperature.any():
-            with np.errstate(divide="ignore"):
-                least = np.log(inputs.min_p)
-            draws = RowDraws(inputs.top_k, inputs.top_p, least, inputs.seeds, inputs.num_tokens)
-        chosen = chooser.choose(logits.contiguous(), inputs.temperature, draws)
+        chosen = chooser.choose(logits.contiguous(), inputs.draws)
     else:
         chosen = _best(logits)
         is_random = inputs.temperature > 0
-        chosen = chosen._replace(is_open=is_random & np.isfinite(chosen.best))
+        is_sound = chosen.best is None or np.isfinite(chosen.best)
+        chosen = chosen._replace(is_open=is_random & is_sound)
     if (is_open := chosen.is_open) is not None and is_open.any():
         from aioserve.runner.cpu.draws import draw
 
@@ -143,13 +148,23 @@ def _mask(logits: Tensor, places: IntArray, masks: "Masks") -> None:
 
 
 def _best(logits: Tensor) -> ChosenTokens:
-    """Return the first of the largest of each row, and its logit: NaN if there is any in the
-    row.
+    """Return the first of the largest of each row, and its logit, NaN if there is any in the row,
+    unless all are finite.
     """
     values = logits.numpy()
     token_ids: IntArray = values.argmax(axis=-1)  # torch's took 6 times as long
     best = values[np.arange(len(token_ids)), token_ids]
-    return ChosenTokens(token_ids, best, None, bool(np.isfinite(best).all()))
+    return ChosenTokens(token_ids, None if np.isfinite(best).all() else best, None)
+
+
+def _best_of_one(logits: Tensor) -> ChosenTokens:
+    """Return what `_best` does of one row. Here numpy is as quick as the compiled library, whose
+    call takes longer than half of the work.
+    """
+    values = logits.numpy()
+    token_ids: IntArray = values.argmax(axis=-1)
+    best = values[0, token_ids[0]]
+    return ChosenTokens(token_ids, None if math.isfinite(best) else best.reshape(1), None)
 
 
 # Sampling that goes on when something raises: row after row, and a row that raises fails alone.

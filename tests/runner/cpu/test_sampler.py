@@ -4,6 +4,7 @@ import math
 import os
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,11 @@ import pytest
 import torch
 
 from aioserve.kernels import load_kernels, usable_variants
-from aioserve.kernels.tokens import RowDraws, load_chooser
+from aioserve.kernels.tokens import load_chooser
 from aioserve.outputs import TokenLogprobs
 from aioserve.params import SamplingParams
 from aioserve.runner.batch import sampling_columns
-from aioserve.runner.batch.sampling_columns import SamplingColumns
+from aioserve.runner.batch.sampling_columns import SamplingColumns, SamplingInputs
 from aioserve.runner.cpu import sampler
 from aioserve.scheduler.output import NewRequestData
 
@@ -396,16 +397,44 @@ def test_tokens_are_the_same_without_the_compiled_library(monkeypatch: pytest.Mo
 @needs_kernels
 def test_the_compiled_library_leaves_no_row_open_that_rounding_does_not_decide() -> None:
     logits, rows = make_logits(200, vocab_size=5000), 200
-    draws = RowDraws(
+    inputs = replace(
+        SamplingInputs.neutral(rows),
+        temperature=np.full(rows, 0.8, dtype=np.float32),
         top_k=np.arange(rows) % 4 * 30,
         top_p=np.tile(np.array([1.0, 0.9], dtype=np.float32), rows // 2),
-        least=np.full(rows, -np.inf, dtype=np.float32),
         seeds=np.arange(2 * rows, dtype=np.uint32).reshape(rows, 2),
-        positions=np.arange(rows),
+        num_tokens=np.arange(rows),
     )
-    temperature = np.full(rows, 0.8, dtype=np.float32)
     chooser = load_chooser()
     assert chooser is not None
-    chosen = chooser.choose(logits, temperature, draws)
-    assert chosen.are_sound
+    chosen = chooser.choose(logits, inputs.draws)
+    assert chosen.best is None
     assert chosen.is_open is None or chosen.is_open.sum() < 3
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+def test_a_greedy_row_alone_has_the_token_or_the_failure_that_it_has_among_others(
+    has_library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_library:
+        monkeypatch.setattr(sampler, "load_chooser", lambda: None)
+    logits = make_logits(9)
+    logits[1] = -torch.inf
+    logits[2, 7] = logits[2, 9] = torch.inf
+    logits[3, 200] = logits[3, 8] = torch.nan
+    logits[4, [5, 250]] = logits[4].max() + 1  # equals
+    logits[5, VOCAB - 1] = 1e30
+    params = SamplingParams(temperature=0)
+    columns = SamplingColumns(len(logits), VOCAB)
+    for row in range(len(logits)):
+        columns.set(row, NewRequestData(str(row), [0], 1, params, frozenset(), [], 0))
+    rows, lengths = np.arange(len(logits)), np.ones(len(logits), dtype=np.int64)
+    together = sampler.sample(logits, columns.select(rows, lengths))
+    assert together.token_ids[[4, 5]].tolist() == [5, VOCAB - 1]
+    assert list(together.failed) == [1, 2, 3]
+    for row in range(len(logits)):
+        own = columns.select(rows[row : row + 1], lengths[:1])
+        alone = sampler.sample(logits[row : row + 1], own)
+        assert alone.failed.get(0) == together.failed.get(row)
+        if row not in together.failed:
+            assert alone.token_ids.tolist() == [together.token_ids[row]]
