@@ -103,6 +103,7 @@ class RunnerWork:
         self._executor = load_on_cpu(config, info)
         self._blocks_each, self._running = blocks_each, case.running
         self._computed: dict[str, int] = {}  # by request, in the order of admission
+        self._rows: tuple[list[str], dict[str, int]] = [], {}  # of the last step of decodes
         self._num_made = self._num_steps = self._sum = 0
         if case.kind == "batch":
             torch.manual_seed(0)
@@ -153,7 +154,12 @@ class RunnerWork:
         for name, count in scheduled.items():
             self._computed[name] = known.get(name, 0) + count
         self._num_steps += 1
-        cached = CachedRequestData(list(known), list(known.values()), new_blocks)
+        names = list(known)
+        if not new:  # as a scheduler does: steps of the same rows share their lists and dicts
+            if names == self._rows[0]:
+                names, scheduled = self._rows
+            self._rows = names, scheduled
+        cached = CachedRequestData(names, list(known.values()), new_blocks)
         total = sum(scheduled.values())
         return SchedulerOutput(self._num_steps, new, cached, scheduled, total, [], ended)
 

@@ -71,6 +71,7 @@ class Driver:
         self.sequences: dict[str, Sequence] = {}
         self.finished: list[str] = []
         self.preempted: list[str] = []
+        self.last_decodes: tuple[list[str], dict[str, int]] = [], {}
 
     def add(
         self,
@@ -126,11 +127,16 @@ class Driver:
             if count == sequence.lacking and sequence.pooling is None:
                 sequence.num_scheduled_ahead += 1
             sequence.num_computed += count
+        counts = dict(num_scheduled)
+        if not new and set(counts.values()) == {1}:  # as a scheduler: the same rows share these
+            if req_ids == self.last_decodes[0]:
+                req_ids, counts = self.last_decodes
+            self.last_decodes = req_ids, counts
         output = SchedulerOutput(
             step_id=0,
             scheduled_new_reqs=new,
             scheduled_cached_reqs=CachedRequestData(req_ids, computed, new_blocks),
-            num_scheduled_tokens=dict(num_scheduled),
+            num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(num_scheduled.values()),
             preempted_req_ids=self.preempted,
             finished_req_ids=self.finished,

@@ -212,6 +212,95 @@ def test_rows_are_never_shared_or_lost(batch: InputBatch) -> None:
         assert batch.prepare(step).input_ids.tolist() == list(alive.values())
 
 
+def plan(chance: random.Random, running: dict[str, list[int]], next_block: int) -> SchedulerOutput:
+    """Plan one token for each of `running`, by whose names are how many tokens are known and how
+    many blocks there are; now and then a token is not there yet, or more blocks come than needed.
+    """
+    cached = {}
+    for name, (num_tokens, num_blocks) in running.items():
+        computed = num_tokens - 1 if chance.random() < 0.95 else num_tokens - 2
+        num_new = max(-(-num_tokens // BLOCK_SIZE) - num_blocks, 0)
+        if num_new and chance.random() < 0.1:
+            num_new += 20
+        running[name][1] += num_new
+        cached[name] = (computed, list(range(next_block, next_block + num_new)))
+        next_block += num_new
+    return make_step(dict.fromkeys(running, 1), cached=cached)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_step_with_the_arrays_of_the_last_one_has_the_numbers_of_a_new_one(seed: int) -> None:
+    chance, length = random.Random(seed), 1000
+    reusing, making = InputBatch(5, length, BLOCK_SIZE, overwrites=True), InputBatch(5, length, 4)
+    running: dict[str, list[int]] = {}
+    last, num_reused, num_other = make_step({}), 0, 0
+    inputs: StepInputs | None = None
+    for number in range(600):
+        if not running or chance.random() < 0.05:
+            new, finished = [], [name for name in running if chance.random() < 0.5]
+            for name in finished:
+                del running[name]
+            for index in range(5 - len(running)):
+                name, count = f"{number}.{index}", chance.randint(2, 9)
+                tokens = [chance.randrange(100) for _ in range(count)]
+                blocks = [chance.randrange(1000) for _ in range(-(-count // BLOCK_SIZE))]
+                running[name] = [count, len(blocks)]
+                new.append(make_request(name, tokens, blocks))
+            known = {name: (count - 1, []) for name, (count, _) in running.items()}
+            for request in new:
+                del known[request.request_id]
+            counts = dict.fromkeys(known, 1) | {r.request_id: len(r.token_ids) for r in new}
+            step = make_step(counts, new, known, finished)
+        else:
+            step = plan(chance, running, next_block=chance.randrange(1000))
+            if list(step.num_scheduled_tokens) == list(last.num_scheduled_tokens):
+                step = msgspec.structs.replace(  # as a scheduler does
+                    step, num_scheduled_tokens=last.num_scheduled_tokens
+                )
+        found = []
+        for batch in (reusing, making):
+            batch.apply(step)
+            found.append(batch.prepare(step))
+        num_reused += found[0] is inputs
+        num_other += found[0] is not inputs
+        inputs, expected = found
+        for name in ("rows", "input_ids", "positions", "slot_mapping", "query_start_loc"):
+            assert getattr(inputs, name).tolist() == getattr(expected, name).tolist(), name
+        for name in ("seq_lens", "sampling", "logits_indices", "req_ids"):
+            assert list(getattr(inputs, name)) == list(getattr(expected, name)), name
+        width = expected.block_table.shape[1]
+        for row, end in enumerate(expected.seq_lens.tolist()):
+            used = min(-(-end // BLOCK_SIZE), width)
+            assert (inputs.block_table[row, :used] == expected.block_table[row, :used]).all()
+        sampled = np.array([chance.randrange(100) for _ in inputs.sampling], dtype=np.int64)
+        kept = [
+            batch.append(own, sampled) for batch, own in zip((reusing, making), found, strict=True)
+        ]
+        assert kept[0] == kept[1]
+        for name, tokens in zip(inputs.req_ids, kept[0], strict=True):
+            running[name][0] += len(tokens)
+        last = step
+    assert num_reused > 100
+    assert num_other > 50
+
+
+def test_only_a_batch_that_is_told_so_overwrites_the_arrays_of_a_step(batch: InputBatch) -> None:
+    first = make_step({"a": 3}, [make_request("a", [1, 2, 3], [0, 1, 2])])
+    batch.apply(first)
+    batch.append(batch.prepare(first), np.array([7]))
+    second = make_step({"a": 1}, cached={"a": (3, [])})
+    batch.apply(second)
+    kept = batch.prepare(second)
+    batch.append(kept, np.array([8]))
+    third = msgspec.structs.replace(
+        make_step({"a": 1}, cached={"a": (4, [])}),
+        num_scheduled_tokens=second.num_scheduled_tokens,
+    )
+    batch.apply(third)
+    assert batch.prepare(third).positions.tolist() == [4]
+    assert kept.positions.tolist() == [3]
+
+
 def test_a_part_is_called_from_the_first_request_that_asks_for_it_to_the_last() -> None:
     part = Counted()
     batch = InputBatch(3, 30, BLOCK_SIZE, [part])

@@ -69,6 +69,11 @@ class BatchPart(ABC, Generic[T]):
     ) -> None:
         """Note the tokens that are kept of each of `rows`, some of which had `drafts`."""
 
+    @property
+    def keeps_inputs(self) -> bool:
+        """Whether `prepare` adds nothing, so that a step may have the arrays of the last one."""
+        return type(self).prepare is BatchPart.prepare
+
     def may_cut(self, row: int) -> bool:
         """Return whether the tokens of a row in a step can be computed a part at a time."""
         del row
@@ -187,6 +192,23 @@ _NONE = np.zeros(0, dtype=np.int64)
 #: Values of a field by which a request does not ask for a `BatchPart`.
 NOT_ASKED = (None, "", ())
 
+SPARE_COLUMNS = 8  # of the block table of steps that repeat: blocks that their rows may still get
+
+
+class _RepeatedStep:
+    """The arrays of a step of one token for each of R rows, which the next step of the same rows
+    overwrites. So what a step has been made into, such as tensors and addresses, serves the next.
+    """
+
+    def __init__(
+        self, counts: Mapping[str, int], inputs: StepInputs, bases: Sequence[IntArray]
+    ) -> None:
+        """`bases`: the places of the rows' first numbers in the tables of tokens and of blocks."""
+        self.counts = counts  # of the scheduler: steps of the same rows share them
+        self.inputs = inputs
+        self.token_base, self.block_base = bases
+        self.num_tokens, self.block, self.offset, self.place = np.empty_like([inputs.rows] * 4)
+
 
 class InputBatch:
     """A batch of up to `max_num_seqs` requests of up to `max_model_len` tokens."""
@@ -197,9 +219,17 @@ class InputBatch:
         max_model_len: int,
         block_size: int,
         parts: Sequence[BatchPart[Any] | LaterPart] = (),
+        *,
+        overwrites: bool = False,
     ) -> None:
-        """`parts` are called in this order."""
+        """`parts` are called in this order. `overwrites`: a step may get the very `StepInputs` of
+        the last one with other numbers in its arrays, if that has the same rows.
+        """
         self._block_size = block_size
+        self._overwrites = overwrites
+        self._repeated: _RepeatedStep | None = None
+        self._last_counts: object = None  # of the last step of one token for each of its rows
+        self._known: tuple[object, IntArray] = None, _NONE  # ids as they came, and their rows
         self._take_parts(parts)
         self._free_rows = list(range(max_num_seqs))[::-1]
         self._rows: dict[str, int] = {}
@@ -286,6 +316,15 @@ class InputBatch:
         """Return the packed arrays of a step that was applied. Raises `KeyError` for an
         unknown id.
         """
+        repeated = self._repeated
+        if (
+            repeated is not None
+            and repeated.counts is step.num_scheduled_tokens
+            and not step.scheduled_spec_decode_tokens
+            and self._repeat(repeated)
+        ):
+            return repeated.inputs
+        self._repeated = None
         drafts = self._place_drafts(step) if step.scheduled_spec_decode_tokens else {}
         req_ids = list(step.num_scheduled_tokens)
         num_reqs = len(req_ids)
@@ -299,6 +338,17 @@ class InputBatch:
         if step.total_num_scheduled_tokens == num_reqs and 0 not in counted:
             sampling = np.flatnonzero(begins + 1 == num_tokens)
             inputs = self._pack_ones(rows, begins, req_ids, sampling)
+            is_same = self._last_counts is step.num_scheduled_tokens
+            self._last_counts = step.num_scheduled_tokens
+            if (
+                self._overwrites
+                and is_same
+                and len(sampling) == num_reqs
+                and not drafts
+                and all(part.keeps_inputs or not part.rows for part in self.parts)
+            ):
+                self._repeated = repeated = self._make_repeated(step, inputs)
+                return repeated.inputs
         else:
             counts = np.fromiter(counted, np.int64, num_reqs)
             ends = begins + counts
@@ -318,6 +368,35 @@ class InputBatch:
             if part.rows:
                 inputs = part.prepare(inputs, step)
         return inputs
+
+    def _make_repeated(self, step: SchedulerOutput, inputs: StepInputs) -> _RepeatedStep:
+        """Return a step with the numbers of `inputs` for the next one to overwrite."""
+        rows = inputs.rows
+        num_columns = int(self._num_blocks[rows].max(initial=1)) + SPARE_COLUMNS
+        table = np.ascontiguousarray(self._block_table[rows, :num_columns])
+        bases = [rows * found.shape[1] for found in (self._token_ids, self._block_table)]
+        return _RepeatedStep(step.num_scheduled_tokens, replace(inputs, block_table=table), bases)
+
+    def _repeat(self, repeated: _RepeatedStep) -> bool:
+        """Write into its arrays where its rows are now. False: they are not those of a step of one
+        token that each of them samples from.
+        """
+        inputs = repeated.inputs
+        rows, positions, ends = inputs.rows, inputs.positions, inputs.seq_lens
+        # "clip" is quicker than "raise"; no index is outside
+        self._num_computed_tokens.take(rows, out=positions, mode="clip")
+        np.add(positions, 1, out=ends)
+        self._num_tokens.take(rows, out=repeated.num_tokens, mode="clip")
+        if not (ends == repeated.num_tokens).all():
+            return False
+        block, offset, place = repeated.block, repeated.offset, repeated.place
+        np.divmod(positions, self._block_size, out=(block, offset))
+        np.add(repeated.block_base, block, out=place)
+        np.multiply(self._block_table.take(place), self._block_size, out=place, dtype=np.int64)
+        np.add(place, offset, out=inputs.slot_mapping)
+        np.add(repeated.token_base, positions, out=place)
+        inputs.input_ids[:] = self._token_ids.take(place)
+        return True
 
     def pack(
         self,
@@ -396,9 +475,12 @@ class InputBatch:
 
         Returns what was kept, for each of the R rows.
         """
-        kept: list[list[int]] = [[] for _ in inputs.req_ids]
-        for index, token_id in zip(inputs.sampling.tolist(), token_ids.tolist(), strict=True):
-            kept[index].append(token_id)
+        if len(inputs.sampling) == len(inputs.rows) and not inputs.drafts:  # one of each row
+            kept = [[token_id] for token_id in token_ids.tolist()]
+        else:
+            kept = [[] for _ in inputs.req_ids]
+            for index, token_id in zip(inputs.sampling.tolist(), token_ids.tolist(), strict=True):
+                kept[index].append(token_id)
         if inputs.drafts:
             for index, row in enumerate(inputs.rows.tolist()):
                 if kept[index] and row in inputs.drafts:
@@ -409,7 +491,9 @@ class InputBatch:
                 end = self._num_tokens[row] = begin + len(kept[index])
                 self._token_ids[row, begin:end] = kept[index]
         else:
-            rows, position = inputs.rows[inputs.sampling], inputs.seq_lens[inputs.sampling]
+            rows, position = inputs.rows, inputs.seq_lens
+            if len(inputs.sampling) != len(rows):
+                rows, position = rows[inputs.sampling], position[inputs.sampling]
             self._token_ids[rows, position] = token_ids
             self._num_tokens[rows] = position + 1
         for part in self.parts:
@@ -446,6 +530,7 @@ class InputBatch:
             row = self._rows.pop(request_id, None)
             if row is None:
                 continue
+            self._forget_rows()
             for part in self.parts:
                 if row in part.rows:
                     try:
@@ -477,6 +562,7 @@ class InputBatch:
     def _add(self, request: NewRequestData) -> None:
         self._drop([request.request_id])
         self._make_parts(request)
+        self._forget_rows()
         row = self._rows[request.request_id] = self._free_rows.pop()
         num_tokens, num_blocks = len(request.token_ids), len(request.block_ids)
         self._token_ids[row, :num_tokens] = request.token_ids
@@ -490,10 +576,17 @@ class InputBatch:
             if get_field(request) not in NOT_ASKED:
                 part.set(row, request)
 
+    def _forget_rows(self) -> None:
+        """Other requests have rows now than those that steps have told of."""
+        self._repeated, self._known = None, (None, _NONE)
+
     def _update(self, cached: CachedRequestData) -> None:
-        rows = np.fromiter(
-            map(self._rows.__getitem__, cached.req_ids), np.int64, len(cached.req_ids)
-        )
+        known, rows = self._known
+        if known is not cached.req_ids:
+            rows = np.fromiter(
+                map(self._rows.__getitem__, cached.req_ids), np.int64, len(cached.req_ids)
+            )
+            self._known = cached.req_ids, rows
         self._num_computed_tokens[rows] = cached.num_computed_tokens
         for request_id, block_ids in cached.new_block_ids.items():
             row = self._rows[request_id]
@@ -503,6 +596,13 @@ class InputBatch:
             for part in self.parts:
                 if row in part.rows:
                     part.extend(row, block_ids)
+        if cached.new_block_ids and self._repeated is not None:
+            inputs = self._repeated.inputs
+            table = inputs.block_table
+            if int(self._num_blocks[inputs.rows].max()) > table.shape[1]:
+                self._repeated = None
+            else:
+                table[:] = self._block_table[inputs.rows, : table.shape[1]]
 
 
 def kept_logprobs(
@@ -510,6 +610,8 @@ def kept_logprobs(
 ) -> dict[str, list[TokenLogprobs]]:
     """Logprobs of the `token_ids` that were kept, by request; `sampled` are by place in the S."""
     logprobs: dict[str, list[TokenLogprobs]] = {}
+    if not sampled:
+        return logprobs
     sampling = inputs.sampling.tolist()
     for place, entry in sampled.items():
         index = sampling[place]

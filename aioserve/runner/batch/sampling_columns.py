@@ -186,6 +186,7 @@ class SamplingColumns(BatchPart["LogitsEdits"]):
         self._columns: tuple[npt.NDArray[Any], ...] = _columns_of(all_rows)
         values = (column.value for column in COLUMNS.values())
         self._set = tuple(zip(self._columns, values, strict=True))
+        self._last: tuple[StepInputs, SamplingInputs] | None = None
 
     def set(self, row: int, request: NewRequestData) -> None:
         params, vocab_size = request.sampling_params, self._vocab_size
@@ -227,6 +228,12 @@ class SamplingColumns(BatchPart["LogitsEdits"]):
 
     def of(self, inputs: StepInputs) -> SamplingInputs:
         """Return the sampler's inputs for the S rows of a step that sample."""
+        if self._last is not None and self._last[0] is inputs:
+            return self._last[1]  # of the same rows, and `seq_lens` has other numbers
+        if inputs.logits_indices is inputs.sampling and len(inputs.sampling) == len(inputs.rows):
+            found = self.select(inputs.rows, inputs.seq_lens)  # of one token each
+            self._last = inputs, found
+            return found
         num_tokens = inputs.positions[inputs.logits_indices] + 1
         return self.select(inputs.rows[inputs.sampling], num_tokens)
 

@@ -6,9 +6,9 @@ a model is loaded.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -36,14 +36,13 @@ from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
     from aioserve.kv_cache import KVConnectorMetadata
-    from aioserve.runner.adapters import LoadedAdapters
+    from aioserve.runner.adapters import AdapterOwners, LoadedAdapters
     from aioserve.runner.batch.masks import Masks
     from aioserve.runner.batch.rescue import StepRescue
     from aioserve.runner.cpu.asked_results import Looked, RowValueStep
 
 
-@dataclass(frozen=True, slots=True)
-class ComputedStep:
+class ComputedStep(NamedTuple):
     """The results of the forward pass and the sampler for the rows of a step, until the batch has
     the tokens: entering them is the part that is never done twice.
     """
@@ -144,7 +143,8 @@ class StepExecutor:
         model = self._model = plan.model
         self._backend, self._threads = backend, threads
         self.memory = StepMemory(backend, parts.sizes[-1])
-        self.parts, self._batch = parts, InputBatch(*parts.sizes, parts.all)
+        self.parts, self._batch = parts, InputBatch(*parts.sizes, parts.all, overwrites=True)
+        self._last: tuple[StepInputs, ModelInputs] | None = None  # without adapters
         # States cannot be taken back; ranks would have to run a step again together.
         self._batch.may_lose = plan.ranks is None and model.states is None
         # A token that is computed again reads what a window may have let go.
@@ -252,7 +252,7 @@ class StepExecutor:
             owners = inputs.parts.get(ADAPTERS)
             looked: Looked | None = None
             if wanted is None and pooled is None:
-                logits = self._model.forward(ModelInputs.of(inputs, owners), attention)
+                logits = self._model.forward(self._tensors(inputs, owners), attention)
             else:
                 from aioserve.runner.cpu.asked_results import forward_and_look
 
@@ -278,6 +278,14 @@ class StepExecutor:
         self._threads.end_step()
         return ComputedStep(inputs, sampled, looked, made is not None, started, values, sat_out)
 
+    def _tensors(self, inputs: StepInputs, owners: "AdapterOwners | None") -> ModelInputs:
+        """Return the tensors of a step: the very same where its arrays are those of the last."""
+        if owners is not None:
+            return ModelInputs.of(inputs, owners)
+        if self._last is None or self._last[0] is not inputs:
+            self._last = inputs, ModelInputs.of(inputs)
+        return self._last[1]
+
     def release_kv(self) -> None:
         """Give back the KV cache's memory; no request has blocks. It comes back as steps write."""
         self.memory.release()
@@ -294,6 +302,7 @@ class StepExecutor:
             if self._model.states is not None:
                 self._model.states.close()
         names = "_model", "_encoder", "_backend", "_batch", "parts", "memory", "copies", "adapters"
+        self._last = None
         for name in (*names, "_rescue"):
             self.__dict__.pop(name, None)
 

@@ -25,7 +25,7 @@ from aioserve.kernels import (
     load_kernels,
 )
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
-from aioserve.runner.cpu.attention import CompiledAttention
+from aioserve.runner.cpu.attention import CompiledAttention, Tables
 from aioserve.runner.cpu.products import BlockEmbedding, BlockLinear, LogitsMemory, PanelLinear
 from aioserve.runner.fused.decoder import (
     AllReduceLinear,
@@ -80,6 +80,8 @@ class WholeDecoder(FusedDecoder):
         self._scratch = torch.empty(0, dtype=embedding.dtype)
         self._tapped = torch.empty(0, dtype=embedding.dtype)
         self._logits_memory = LogitsMemory()
+        #: The last plain step and its struct: one whose tensors have other numbers has the same.
+        self._last: tuple[ModelInputs | None, Tables | None, StepStruct] = None, None, StepStruct()
         output = layers[0].output
         self._sums = _Sums(output.ranks) if isinstance(output, AllReduceLinear) else None
 
@@ -134,6 +136,10 @@ class WholeDecoder(FusedDecoder):
         if tokens is not None:
             adapters = self._adapters.structs(tokens, inputs.logits_adapters)
         taps = self.taps
+        is_plain = tokens is None and rows is None and taps is None
+        if is_plain and inputs is self._last[0] and attention.tables is self._last[1]:
+            self._kernels.decode(self._struct, self._last[2], self._scratch, logits)
+            return self._joined(logits)
         num_taps = 0 if taps is None else len(taps.layers)
         if num_taps:
             self._tapped = self._tapped.new_empty(num_taps, num_tokens, self.embedding.shape[1])
@@ -157,6 +163,8 @@ class WholeDecoder(FusedDecoder):
             self._tapped.data_ptr(),
             num_taps,
         )
+        if is_plain:
+            self._last = inputs, attention.tables, step
         if rows is not None:
             self._struct.embedding = rows.data_ptr()
         try:
@@ -165,6 +173,10 @@ class WholeDecoder(FusedDecoder):
             self._struct.embedding = table
         if taps is not None:
             taps.keep(inputs.slots, self._tapped)
+        return self._joined(logits)
+
+    def _joined(self, logits: Tensor) -> Tensor:
+        """Return the logits of all ranks."""
         if self._sums is not None:
             self._sums.check()
         return self.head.join(logits) if isinstance(self.head, GatherToRank0) else logits
