@@ -60,7 +60,9 @@ class RequestState(SampleState):
 
     def deliver(self, output: EngineCoreOutput, now: float) -> FinishReason | None:
         if self.is_plain and output.finish_reason is None:  # most tokens
-            text = self._append(output.new_token_ids, False)
+            self.num_output_tokens += len(output.new_token_ids)
+            detokenizer = self.detokenizer
+            text = "" if detokenizer is None else detokenizer.append(output.new_token_ids)
             if not self.stream.put_text(self.index, text):
                 new = NewTokens(output.new_token_ids, output.new_logprobs)
                 self.stream.put(self._output(output, new, text))

@@ -334,8 +334,10 @@ def _answer(future: "asyncio.Future[T]", function: Callable[[], T]) -> None:
 
 
 def _tell(future: "asyncio.Future[Any]", result: object, error: BaseException | None) -> None:
-    with suppress(RuntimeError):  # the loop is closed: nothing waits there any more
+    try:  # each step comes by here: `suppress` would take three calls more
         future.get_loop().call_soon_threadsafe(_settle, future, result, error)
+    except RuntimeError:
+        return  # the loop is closed: nothing waits there any more
 
 
 def _settle(future: "asyncio.Future[Any]", result: object, error: BaseException | None) -> None:
