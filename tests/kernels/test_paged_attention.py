@@ -204,6 +204,21 @@ def test_rows_that_share_a_prefix_get_the_bits_that_each_gets_alone(
     assert torch.equal(torch.cat(alone), together)
 
 
+@DTYPES
+def test_verified_drafts_meet_the_weights_of_decodes(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Where their weights were rounded, a third of the numbers would differ by a bit."""
+    step = make_step([(5, 900)], dtype)
+    for token, verified in enumerate(step.run(kernels)):
+        decode = Step(
+            *(step.query[token : token + 1], step.key_cache, step.value_cache, step.block_table),
+            *(torch.tensor([0, 1]), torch.tensor([896 + token])),
+        )
+        [alone] = decode.run(kernels)
+        torch.testing.assert_close(verified, alone, rtol=TOLERANCE[dtype], atol=1e-5)
+        if dtype != torch.float32:
+            assert float((verified == alone).double().mean()) > 0.97
+
+
 def test_queries_may_lie_in_a_wider_row(kernels: Kernels) -> None:
     step = make_step(MIXED, torch.bfloat16)
     wide = torch.cat([step.query, torch.zeros_like(step.query)], dim=1)[:, :6]

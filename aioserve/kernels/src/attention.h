@@ -1,6 +1,7 @@
 // Attention of packed queries over a paged KV cache, after FlashAttention-2 (Dao, 2023) and
 // Flash-Decoding. Included twice per element type: T, LOAD, STORE, NAME; DOTS where dot products
-// of bfloat16 pairs pay: a lane of 32 bits is then two numbers, else one float. First for K and V
+// of bfloat16 pairs pay: a lane of 32 bits is then two numbers, else one float. TILES where AMX makes
+// such products of packed keys and values, and those that lie in the cache become floats. First for K and V
 // as they are, then as codes (codes.h): CODES; K, LOAD_K, ROW, OVER. Codes are whole numbers, so
 // they are exact in every type: scores are multiplied by the scales of their keys, and weights by
 // those of their values.
@@ -16,18 +17,29 @@
 #define STEP 2  // numbers per lane
 #define EXP2 exp2_rough
 #define MULTIPLY multiply_pairs
+#define PACKED_ROWS MAX_ROWS
+#elif defined(TILES)
+#define STEP 2
+#define EXP2(x) (step == 2 ? exp2_finite(x) : exp2_(x))
+#define PACKED_ROWS QUERY_ROWS
 #else
 #define STEP 1
 #define EXP2 exp2_
 #define MULTIPLY multiply_floats
+#define PACKED_ROWS MAX_ROWS
 #endif
+#define MOST_ROWS (PACKED_ROWS > DIRECT_ROWS ? PACKED_ROWS : DIRECT_ROWS)
 #ifdef CODES  // read directly they become floats
 #define DIRECT_STEP 1
 #define SCORE_KEYS score_keys_codes
 #define WEIGH_VALUES weigh_values_codes
 #define LOAD_QUERY(query, d) LOAD((query) + (d))
 #else
+#ifdef TILES
+#define DIRECT_STEP 1
+#else
 #define DIRECT_STEP STEP
+#endif
 #define SCORE_KEYS NAME(score_keys)
 #define WEIGH_VALUES NAME(weigh_values)
 #define LOAD_QUERY(query, d) LOAD_PART((query) + (d) / PART * PART, (d) / W % 2)
@@ -37,12 +49,12 @@
 
 // Up to W * STEP of the `n` numbers at x, the rest 0.
 INLINE vf OVER(load_lanes)(const K *x, int64_t n) {
-#if defined(DOTS) && defined(CODES)
+#if STEP == 2 && defined(CODES)
     __m256i codes = _mm256_zextsi128_si256(_mm_loadu_si128((const void *)x));
     if (n >= W * STEP) codes = _mm256_loadu_si256((const void *)x);
     vi both = (vi)_mm512_cvtepu16_epi32(codes);
     return (vf)((vu)to_floats(both << 24 >> 24) >> 16 | (vu)to_floats(both << 16 >> 24));
-#elif defined(DOTS)
+#elif STEP == 2
     if (n < W * STEP) return (vf)_mm512_zextsi256_si512(_mm256_loadu_si256((const void *)x));
     return load_f32((const float *)x);
 #else
@@ -74,7 +86,7 @@ static void OVER(pack_values)(const K *const *values, const K *const *next, int6
     for (int64_t key = 0; key < count; key += STEP) {
         for (int i = 0; i < STEP; i++) OVER(prefetch)(next[key + i], value_dim);
         for (int64_t d = 0; d < value_dim; d += W, packed += W) {
-#ifdef DOTS
+#if STEP == 2
             vu low = (vu)LOAD_K(values[key] + d), high = (vu)LOAD_K(values[key + 1] + d);
             store_f32(packed, (vf)(low >> 16 | high));
 #else
@@ -130,15 +142,29 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
     const int64_t key_dim = args->key_dim, value_dim = args->value_dim;
     const int64_t position = work->position;
     const int is_direct = work->is_direct && key_dim % (2 * W) == 0 && value_dim % (2 * W) == 0;
-    const int most = is_direct ? DIRECT_ROWS : MAX_ROWS, step = is_direct ? DIRECT_STEP : STEP;
-    const int64_t lanes = key_dim / step, padded_lanes = (lanes + W - 1) / W * W;
+    const int most = is_direct ? DIRECT_ROWS : PACKED_ROWS, step = is_direct ? DIRECT_STEP : STEP;
+    const int64_t padded_lanes = (key_dim / step + W - 1) / W * W;
+#ifdef TILES  // whole ones: more rows, and lanes, that are 0
+    const int64_t lanes = is_direct ? key_dim / step : padded_lanes, unit = is_direct ? 16 : TILE_KEYS;
+    const int64_t all_rows = (rows + PACKED_ROWS - 1) / PACKED_ROWS * PACKED_ROWS;
+#else
+    const int64_t lanes = key_dim / step, unit = 16, all_rows = rows;
+#endif
 
-    float scratch[rows * (lanes + value_dim + 1 + W) + TILE * (padded_lanes + value_dim / step) +
-                  2 * DIRECT_ROWS * TILE] __attribute__((aligned(64)));
+    float scratch[all_rows * (lanes + value_dim + 1 + W) + TILE * (padded_lanes + value_dim / step) +
+                  2 * MOST_ROWS * TILE] __attribute__((aligned(64)));
     float *keys = scratch, *values = keys + TILE * padded_lanes;
-    float *scores = values + TILE * value_dim / step, *weights = scores + DIRECT_ROWS * TILE;
-    float *out = weights + DIRECT_ROWS * TILE, *queries = out + rows * value_dim;
-    float *maxima = queries + rows * lanes, *totals = maxima + rows;  // W parts of each
+    float *scores = values + TILE * value_dim / step, *weights = scores + MOST_ROWS * TILE;
+    float *out = weights + MOST_ROWS * TILE, *queries = out + all_rows * value_dim;
+    float *totals = queries + all_rows * lanes, *maxima = totals + all_rows * W;  // W parts of each
+
+#ifdef TILES
+    if (!is_direct) {
+        memset(queries, 0, all_rows * lanes * sizeof(float));
+        memset(weights, 0, MOST_ROWS * TILE * sizeof(float));
+        begin_attention_tiles();
+    }
+#endif
 
     for (int64_t r = 0; r < rows; r++) {
         int64_t head = work->kv_head * group + r % group;
@@ -152,12 +178,12 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
         maxima[r] = has_sink ? args->sinks[head] * LOG2E : NOTHING_SEEN;
         store_f32(totals + r * W, (vf){has_sink});
     }
-    memset(out, 0, rows * value_dim * sizeof(float));
+    memset(out, 0, all_rows * value_dim * sizeof(float));
 
     for (int64_t tile = work->start; tile < work->end_key; tile += work->tile) {
         int64_t begin = work->first_key > tile ? work->first_key - tile : 0;
         int64_t end = smaller(work->end_key - tile, work->tile);
-        int64_t last = (end + 15) / 16 * 16;
+        int64_t last = (end + unit - 1) / unit * unit;
         OVER(rows) *own = places->ring + places->now;
         OVER(rows) *next = places->ring + (places->now + 1) % 3;
         OVER(rows) *far = places->ring + (places->now + 2) % 3;
@@ -188,34 +214,48 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
             int64_t from = larger(begin, first_seen(args, position + r / group) - tile);
             int64_t to = smaller(end, end_seen(args, work, (r + mr - 1) / group) - tile);
             if (from >= to) continue;
-            from = from / 16 * 16;
-            to = (to + 15) / 16 * 16;
+            from = from / unit * unit;
+            to = (to + unit - 1) / unit * unit;
             if (is_direct)
                 SCORE_KEYS(mr, queries + r * lanes, key_rows + from, next_keys + from, to - from,
                            lanes, scores + from);
             else
+#ifdef TILES
+                score_by_pairs(queries + r * lanes, lanes, keys + from, to - from, scores + from);
+#else
                 MULTIPLY(mr, queries + r * lanes, lanes, keys + from, TILE, lanes, to - from,
                                0, scores + from, TILE);
-            float scales[DIRECT_ROWS];
+#endif
+            float scales[MOST_ROWS];
             for (int i = 0; i < mr; i++) {
                 int64_t token = (r + i) / group;
                 int64_t start = larger(begin, first_seen(args, position + token) - tile);
                 int64_t stop = smaller(end, end_seen(args, work, token) - tile);
-                scales[i] = OVER(soften)(args, scales_of_keys[0], step, scores + i * TILE,
-                                         weights + i * (TILE / step), from, to, start, stop,
-                                         &maxima[r + i], totals + (r + i) * W);
+#define SOFTEN(step)                                                                                    \
+    OVER(soften)(args, scales_of_keys[0], step, scores + i * TILE, weights + i * (TILE / step), from, to, \
+                 start, stop, &maxima[r + i], totals + (r + i) * W)
+                scales[i] = is_direct ? SOFTEN(DIRECT_STEP) : SOFTEN(STEP);
+#undef SOFTEN
             }
             if (is_direct && !r) OVER(prefetch_far)(far->values, far->work->tile, value_dim);
             if (is_direct)
                 WEIGH_VALUES(mr, weights + from / step, value_rows + from, next_values + from,
                              to - from, scales, out + r * value_dim, value_dim);
             else
+#ifdef TILES
+                weigh_by_pairs(mr, weights + from / STEP, values + from / STEP * value_dim,
+                               to - from, scales, out + r * value_dim, value_dim);
+#else
                 MULTIPLY(mr, weights + from / STEP, TILE / STEP,
                                values + from / STEP * value_dim, value_dim, (to - from) / STEP,
                                value_dim, scales, out + r * value_dim, value_dim);
+#endif
         }
     }
 
+#ifdef TILES
+    if (!is_direct) end_attention_tiles();
+#endif
 #if !defined(DOTS) && !defined(CODES)
     if (is_direct)
         for (int64_t d = 0; d < rows * value_dim; d += PART) ORDER_PARTS(out + d);
@@ -266,6 +306,8 @@ static void NAME(combine)(const attention *args, const item *work) {
 #undef STEP
 #undef EXP2
 #undef MULTIPLY
+#undef PACKED_ROWS
+#undef MOST_ROWS
 #undef DIRECT_STEP
 #undef SCORE_KEYS
 #undef WEIGH_VALUES

@@ -63,14 +63,18 @@ const char sources_digest[] = SOURCES_DIGEST;  // see ../sources.py
 #ifdef __AVX512BF16__
 #define PAIRS
 #endif
-// Attention by dot products of pairs, but not where AMX is: Intel's CPUs make half as many products
-// by them as by multiply-adds of floats. Measured on such a Xeon.
+// Attention by dot products of pairs, but where AMX is by its tiles, and by floats where keys are read as
+// they lie: Intel's CPUs make half as many products by pairs as by floats. Measured on such a Xeon.
 #if defined(PAIRS) && !defined(__AMX_BF16__)
 #define DOTS
 #define LANES(name) JOIN(name, pairs)
 #define MULTIPLY_ADD(sum, a, b) \
     (vf) _mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b))
 #include "product.h"
+#endif
+#ifdef __AMX_BF16__
+#include "attention_tiles.h"
+#define TILES
 #endif
 #define T bf16
 #define LOAD load_bf16

@@ -26,8 +26,8 @@ INLINE void store_outputs(char *to, __mmask16 mask, vf outputs, int64_t size) {
 
 #define AHEAD 96  // inputs of a panel, fetched before they are needed: 12 KiB. Measured: 64 to 128
 #ifdef __AMX_BF16__
-#include "panel_tiles.h"
 #include "block_pairs.h"
+#include "panel_tiles.h"
 #define linear_codes(layer, x, y, rows) DONE  // all their rows are rounded: see whole.h
 #else
 #include "panel_pairs.h"
@@ -43,6 +43,10 @@ int linear_bf16(const linear *layer, const bf16 *x, void *y, int64_t rows) {
         if (rows < KEPT_FROM) return linear_blocks_bf16(layer, x, y, rows);
         return linear_codes(layer, x, y, rows);
     }
+#ifdef __AMX_BF16__
+    if (rows >= MANY_TILE_ROWS && layer->in <= MANY_TILE_INPUTS)
+        return linear_many_rows(layer, x, y, rows);
+#endif
     const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
     const int64_t size = layer->is_wide ? sizeof(float) : sizeof(bf16);
     int64_t at_once = BLOCK_NUMBERS / in / TILE_ROWS * TILE_ROWS;

@@ -1,4 +1,4 @@
-// Some rows against one panel, by AMX: tiles of 16 rows of 64 bytes. See linear_pairs.h.
+// Rows against panels, by AMX: tiles of 16 rows of 64 bytes. See linear_pairs.h.
 //
 // A panel has 4 tiles side by side, each of 32 inputs (16 lines of pairs) and 16 outputs. Rows that
 // are no multiple of 16 end with a tile that overlaps the one before: the same sums made twice.
@@ -54,6 +54,24 @@ INLINE void store_tile(const float *sums, int columns, int64_t rows, const bf16 
     }
 }
 
+// Sums [16][PANEL], of whose columns 32 count, to the outputs of 16 rows: a line of bfloat16 at once.
+INLINE void store_half(const float *sums, const bf16 *bias, char *y, int64_t stride, int64_t count,
+                       int64_t size) {
+    if (count < 32 || size != sizeof(bf16)) {
+        store_tile(sums, 2, 16, bias, y, stride, count, size);
+        return;
+    }
+    vf low = {0}, high = {0};
+    if (bias) low = load_bf16(bias), high = load_bf16(bias + 16);
+#pragma GCC unroll 16
+    for (int64_t r = 0; r < 16; r++) {
+        const vf first = load_f32(sums + r * PANEL) + low;
+        const vf second = load_f32(sums + r * PANEL + 16) + high;
+        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+        memcpy(y + r * stride, &both, sizeof both);
+    }
+}
+
 // Up to 16 rows, as `begin_panels` was told, against the whole panel. Lines are fetched between
 // loads: more at once than the processor can wait for would hold these up.
 #define FETCH(part)                               \
@@ -103,15 +121,16 @@ static void tile_by_panel(int64_t rows, const bf16 *x, const bf16 *panel, int64_
     store_tile(sums, 4, rows, bias, y, stride, count, size);
 }
 
-// 16 rows and, `apart` rows below, 16 more against half a panel.
+// 16 rows and, `apart` rows below, 16 more against half a panel. All loads come before the products, which
+// begin as their tiles arrive.
 #define TWO_BY_TWO(x, x_stride, apart, panel)                                   \
     do {                                                                        \
         _tile_loadd(4, x, x_stride);                                            \
         _tile_loadd(6, panel, PANEL_LINE);                                      \
-        _tile_dpbf16ps(0, 4, 6);                                                \
         _tile_loadd(7, (const char *)(panel) + 64, PANEL_LINE);                 \
-        _tile_dpbf16ps(1, 4, 7);                                                \
         _tile_loadd(5, (const char *)(x) + (apart) * (x_stride), x_stride);     \
+        _tile_dpbf16ps(0, 4, 6);                                                \
+        _tile_dpbf16ps(1, 4, 7);                                                \
         _tile_dpbf16ps(2, 5, 6);                                                \
         _tile_dpbf16ps(3, 5, 7);                                                \
     } while (0)
@@ -139,8 +158,8 @@ static void two_by_half(int64_t apart, const bf16 *x, const bf16 *panel, int64_t
     _tile_stored(1, sums[0] + 16, 4 * PANEL);
     _tile_stored(2, sums[1], 4 * PANEL);
     _tile_stored(3, sums[1] + 16, 4 * PANEL);
-    store_tile(sums[0], 2, 16, bias, y, stride, count, size);
-    store_tile(sums[1], 2, 16, bias, y + apart * stride, stride, count, size);
+    store_half(sums[0], bias, y, stride, count, size);
+    store_half(sums[1], bias, y + apart * stride, stride, count, size);
 }
 
 static void panel_product(int64_t rows, const bf16 *x, const bf16 *panel, int64_t in,
@@ -160,6 +179,79 @@ static void panel_product(int64_t rows, const bf16 *x, const bf16 *panel, int64_
         tile_by_panel(smaller(rows, 16), x + first * in, panel, in, bias, y + first * stride,
                       stride, count, next, shares, size);
     }
+}
+// Many rows: a pair of tiles of them against some panels, which stay in the second-level cache, then the
+// next pair. So outputs of a row that lie together are written together: one panel after the other for all
+// rows, each line of the outputs would be in another page.
+// Measured: from so many rows and up to so many inputs it pays.
+#define MANY_TILE_ROWS 128
+#define MANY_TILE_INPUTS 1024
+#define GROUP_NUMBERS (1 << 18)  // of weights
+#define GROUP_PANELS 16
+
+typedef struct {
+    place places[GROUP_PANELS];
+    const bf16 *panels[GROUP_PANELS];
+    int64_t count;
+} panel_group;
+
+static void group_product(int64_t rows, const bf16 *x, const panel_group *group, int64_t in,
+                          const bf16 *bias, char *y, int64_t stride, int64_t size) {
+    const int64_t pairs = (rows + TILE_ROWS - 17) / TILE_ROWS, last = rows - 16;
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        const int64_t row = pair * TILE_ROWS, apart = smaller(rows - row - 16, 16);
+        for (int64_t i = 0; i < group->count; i++)
+            for (int64_t half = 0; half < PANEL && half < group->places[i].count; half += 32) {
+                const int64_t column = group->places[i].column + half;
+                two_by_half(apart, x + row * in, group->panels[i] + 2 * half, in,
+                            bias ? bias + column : 0, y + row * stride + column * size, stride,
+                            group->places[i].count - half, 0, TILE_ROWS * STEP_LINES, size);
+            }
+    }
+    for (int64_t i = 0; rows > pairs * TILE_ROWS && i < group->count; i++) {
+        const place *at = group->places + i;
+        tile_by_panel(16, x + last * in, group->panels[i], in, bias ? bias + at->column : 0,
+                      y + last * stride + at->column * size, stride, at->count,
+                      (const char *)group->panels[i], TILE_ROWS * STEP_LINES, size);
+    }
+}
+
+static int linear_many_rows(const linear *layer, const bf16 *x, char *y, int64_t rows) {
+    const int64_t in = layer->in, panels = count_panels(layer);
+    const int64_t size = layer->is_wide ? sizeof(float) : sizeof(bf16), stride = layer->out * size;
+    const int64_t at_once = larger(BLOCK_NUMBERS / in / TILE_ROWS, 1) * TILE_ROWS;
+    const int64_t blocks = ceil_div(rows, at_once);
+    int status = DONE;
+#pragma omp parallel
+    {
+        const int64_t most = smaller(larger(GROUP_NUMBERS / (PANEL * in), 1), GROUP_PANELS);
+        const int64_t share = ceil_div(panels * blocks, 4 * omp_get_num_threads());
+        const int64_t groups = ceil_div(panels, smaller(most, share));
+        bf16 *const room = layer->num_parts ? take_lines(2 * PANEL * in * ceil_div(panels, groups)) : 0;
+        const int is_short = layer->num_parts && !room;
+        if (is_short) note_shortage(&status);
+        begin_panels(16);
+        // dynamic: on a busy machine a thread may be away for milliseconds
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t item = 0; item < blocks * groups; item++) {
+            if (is_short) continue;
+            const int64_t index = item % groups, block = item / groups;
+            const int64_t row = block * rows / blocks, end = (block + 1) * rows / blocks;
+            const int64_t first = index * panels / groups;
+            panel_group group = {.count = (index + 1) * panels / groups - first};
+            for (int64_t i = 0; i < group.count; i++) {
+                const place at = group.places[i] = find_panel(layer, first + i);
+                bf16 *const own = room + i * PANEL * in;
+                if (room) unpack_pairs(&at, in, own);
+                group.panels[i] = room ? own : (const bf16 *)layer->weight + at.column * in;
+            }
+            group_product(end - row, x + row * in, &group, in, layer->bias, y + row * stride, stride,
+                          size);
+        }
+        end_panels();
+        free(room);
+    }
+    return status;
 }
 #undef FETCH
 #undef FOUR

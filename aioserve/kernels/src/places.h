@@ -59,7 +59,8 @@ INLINE int OVER(foresee)(const attention *args, const item *work, int64_t tile, 
         if (tile >= work->end_key && after) work = after, after = 0, tile = work->start;
     }
     if (rows->work == work && rows->tile == tile) return 0;
-    OVER(find_rows)(args, work, tile, larger(count, work->tile), zeros, rows);
+    const int64_t most = (larger(count, work->tile) + 31) / 32 * 32;  // whole tiles of AMX
+    OVER(find_rows)(args, work, tile, most, zeros, rows);
     return 1;
 }
 

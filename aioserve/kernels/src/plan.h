@@ -11,7 +11,7 @@
 #define FAR_BYTES 1024    // of K or V that one line, fetched two tiles ahead, brings along
 #define PIECE 512         // keys of one item, where a row has few queries
 #define FEW_QUERIES 16    // tokens of a row, up to which its context is cut into pieces
-#define ITEM_ROWS 192     // queries times heads of one item: each tile is packed once for all
+#define ITEM_ROWS 192     // queries times heads of one item, or more: each tile is packed once for all
 #define MAX_ROWS 6        // of one product in registers
 #define DIRECT_ROWS 8     // queries times heads, up to which K and V are read as they lie
 #define SHARED_ROWS 24    // queries times heads of rows that read the same piece together
@@ -19,6 +19,14 @@
 #define MAX_VECTORS 4
 #else
 #define MAX_VECTORS 2
+#endif
+#ifdef __AMX_BF16__  // makes short work of products, so that packing counts
+#define ITEM_NUMBERS (ITEM_ROWS * 512)
+// Its weights are bfloat16, those of decodes floats: drafts that are verified should meet the latter.
+#define FEW_DIRECT_ROWS INT64_MAX
+#else
+#define ITEM_NUMBERS 0
+#define FEW_DIRECT_ROWS DIRECT_ROWS
 #endif
 #define NOTHING_SEEN -1e30f  // finite: -inf less -inf would be NaN
 #define PARALLEL_ATTENTION_FROM (1 << 18)  // products; fewer take some microseconds
@@ -96,7 +104,8 @@ static int64_t tile_of(const attention *args, int64_t count) {
 // Fill in the items of a row of many queries, if `items` is not null. Returns their number.
 static int64_t plan_many(const attention *args, const row *own, item *items) {
     int64_t group = args->q_heads / args->kv_heads, count = 0;
-    int64_t at_once = larger(ITEM_ROWS / group, 1);
+    const int64_t rows = smaller(ITEM_NUMBERS / (args->key_dim + args->value_dim), 2 * ITEM_ROWS);
+    const int64_t at_once = larger(larger(rows, ITEM_ROWS) / group, 1);
     // the last queries see most: begin with them, so that the threads end together
     for (int64_t block = (own->tokens - 1) / at_once; block >= 0; block--) {
         item work = {.blocks = own->blocks, .queries = own->queries + block * at_once};
@@ -142,7 +151,7 @@ static int64_t plan_few(const attention *args, const row *rows, int64_t r, int64
         if (next > r + 1) work.position = work.end_key;
         work.start = work.first_key / args->unit * args->unit;
         work.tile = tile_of(args, work.end_key - work.start);
-        work.is_direct = per_row <= DIRECT_ROWS;
+        work.is_direct = per_row <= FEW_DIRECT_ROWS;
         work.piece = piece, work.pieces = pieces, work.partials = partials;
         for (; work.kv_head < args->kv_heads; work.kv_head++, count++)
             if (items) items[count] = work;
