@@ -14,20 +14,15 @@ import msgspec
 
 from aioserve.config import EngineConfig, ServerConfig
 from aioserve.engine.chat.reply_format import (
-    ANY,
     Beginning,
     Function,
     Marks,
     ReasoningParser,
     ReplyFormat,
     ReplyParser,
-    called,
     check_names,
     choose,
-    free_reply,
-    leads,
     literal_with,
-    text_until,
 )
 from aioserve.engine.chat_template import ChatTemplate
 from aioserve.engine.detokenizer import special_token_ids
@@ -195,12 +190,16 @@ class ChatFormat:
 
     def _thought_rule(self) -> str:
         assert self.marks is not None
+        from aioserve.engine.chat.reply_grammar import text_until
+
         return text_until("thought", self.marks.end, self.literal)
 
     def free_grammar(self, functions: Sequence[Function], conversation: Conversation) -> str | None:
         """Return a grammar of replies that say what they like, but for calls of `functions`: what
         begins as one is one. None if nothing tells where they begin.
         """
+        from aioserve.engine.chat.reply_grammar import free_reply
+
         beginnings = self.call_parser.beginnings(functions, self.literal)
         if not beginnings:
             return None
@@ -219,6 +218,8 @@ class ChatFormat:
         self, beginnings: Sequence[Beginning], inside: str
     ) -> tuple[str, list[str]]:
         """Return what a reply is that thinks if it begins with the mark, and the rules of that."""
+        from aioserve.engine.chat.reply_grammar import ANY, called, leads
+
         assert self.marks is not None
         mark = self.marks.start
         written = self.literal(mark)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from aioserve.engine.chat.chat_format import ChatFormat
-from aioserve.engine.chat.reply_format import Function, json_rule
+from aioserve.engine.chat.reply_format import Function
 from aioserve.engine.prompt import Conversation
 from aioserve.errors import UNREADABLE, RequestError
 from aioserve.params import SamplingParams, StructuredOutputs
@@ -284,6 +284,8 @@ def bind(
             except ValueError as error:
                 param = field or f"structured_outputs.{wanted.way}"
                 raise NamedFault(f"{param}: {error}", param=param) from error
+            from aioserve.engine.chat.reply_grammar import json_rule
+
             rules += chat_format.answer_rules(json_rule(schema))
         elif use is None:
             return params  # it is the whole text that is bound

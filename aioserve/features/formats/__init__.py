@@ -8,9 +8,7 @@ when they are asked for.
 from typing import TYPE_CHECKING
 
 from aioserve.engine.chat.reply_format import (
-    ANY,
     MARKS,
-    MAX_FORCED_CALLS,
     SHIPPED,
     SPACE,
     Arguments,
@@ -28,21 +26,25 @@ from aioserve.engine.chat.reply_format import (
     ReplyFormat,
     ReplyParser,
     SaidCall,
-    alternatives,
     available_formats,
-    called,
     check_names,
     choose,
     choose_reasoning,
     dumps,
-    free_reply,
     joined,
-    json_rule,
-    leads,
     literal_with,
     load_format,
     object_of,
     overlap,
+)
+from aioserve.engine.chat.reply_grammar import (
+    ANY,
+    MAX_FORCED_CALLS,
+    alternatives,
+    called,
+    free_reply,
+    json_rule,
+    leads,
     repeated,
     text_until,
 )

@@ -16,6 +16,8 @@ from aioserve.engine.chat.reply_format import (
     Literal,
     Reply,
     dumps,
+)
+from aioserve.engine.chat.reply_grammar import (
     json_rule,
     repeated,
 )

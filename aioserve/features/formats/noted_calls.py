@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from aioserve.engine.chat.reply_format import ANY, Rules, json_rule, text_until, whole_pattern
+from aioserve.engine.chat.reply_grammar import (
+    ANY,
+    Rules,
+    json_rule,
+    text_until,
+    whole_pattern,
+)
 from aioserve.features.formats import (
     Arguments,
     Beginning,

@@ -10,18 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from aioserve.engine.chat.reply_format import (
-    ANY,
     Arguments,
     Beginning,
     Call,
     Function,
     Literal,
     Reply,
-    Rules,
     SaidCall,
     dumps,
-    json_rule,
     overlap,
+)
+from aioserve.engine.chat.reply_grammar import (
+    ANY,
+    Rules,
+    json_rule,
     repeated,
     split_literal,
     text_until,
