@@ -59,7 +59,7 @@ class Ranking:
         for content in contents:
             self._ranks[content] = rank
             if before is not None:
-                self._before[content] = before
+                self._stand(content, before)
             before = content
             if (entry := self._entries.get(content)) is not None:
                 self._push(rank, entry[1], content)
@@ -72,7 +72,7 @@ class Ranking:
             self._forget_lost()
         self._ranks[content] = rank
         if before is not None:
-            self._before[content] = before
+            self._stand(content, before)
         if (entry := self._entries.get(content)) is not None:
             self._push(rank, entry[1], content)
 
@@ -158,8 +158,20 @@ class Ranking:
             self._drop(found)
         return None
 
+    def _stand(self, content: bytes, before: bytes) -> None:
+        """Note what stands before a content: another one, if a block between them has come or gone,
+        which host memory may lose alone. The caller pushes the content if it is in the heap.
+        """
+        if self._before.get(content, before) != before:
+            self._leave(content)
+        self._before[content] = before
+
     def _drop(self, content: bytes) -> None:
         del self._entries[content]
+        self._leave(content)
+
+    def _leave(self, content: bytes) -> None:
+        """Let a content stand behind none in the heap."""
         before = self._before.get(content)
         if before is not None and (behind := self._behind.get(before)) is not None:
             behind.pop(content, None)

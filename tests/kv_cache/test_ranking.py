@@ -62,6 +62,22 @@ def test_a_rank_that_is_inherited_counts_for_blocks_that_are_to_be_evicted_alrea
     assert evicted(pool, b"a0", *chain("b", 2), *chain("c", 2))[-1] == b"a0"
 
 
+def test_a_block_that_comes_back_between_two_of_its_prefix_stands_between_them_again() -> None:
+    """Of host memory, which loses blocks in the middle of a prefix."""
+    pool = BlockPool(3)
+    ranking = Ranking(pool)
+    ranking.begin()
+    cache(pool, b"head", b"tail")
+    ranking.rank([b"head", b"tail"], 1)
+    cache(pool, b"middle")
+    pool.free(pool.allocate(1))  # evicts what has no rank; the others are in the heap now
+    cache(pool, b"middle")
+    ranking.rank([b"head", b"middle", b"tail"], 1)
+    pool.allocate(1)
+    pool.allocate(2)  # found the tail behind the head once more, though it had gone
+    assert [pool.lookup(c) for c in (b"head", b"middle", b"tail")] == [None] * 3
+
+
 def test_of_equal_ranks_the_least_recently_freed_is_evicted_first() -> None:
     pool, _ = ranked(6, a=1, b=1, c=1)
     found = [pool.lookup(content) for content in chain("a", 2)]
