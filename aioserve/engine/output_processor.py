@@ -63,9 +63,21 @@ class RequestState(SampleState):
             self.num_output_tokens += len(output.new_token_ids)
             detokenizer = self.detokenizer
             text = "" if detokenizer is None else detokenizer.append(output.new_token_ids)
-            if not self.stream.put_text(self.index, text):
-                new = NewTokens(output.new_token_ids, output.new_logprobs)
-                self.stream.put(self._output(output, new, text))
+            stream, request = self.stream, self.request
+            if stream.takes_texts and stream.put_text(self.index, text):
+                return None
+            stream.put(
+                RequestOutput(
+                    request_id=self.samples.request_id,
+                    index=self.index,
+                    text=text,
+                    token_ids=output.new_token_ids,
+                    logprobs=output.new_logprobs,
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_output_tokens=self.num_output_tokens,
+                    num_cached_tokens=request.num_cached_tokens,
+                )
+            )
             return None
         made = self.make_output(output)
         reason = made.finish_reason

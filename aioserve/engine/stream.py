@@ -40,6 +40,7 @@ class RequestStream:
         self._pending: dict[int, RequestOutput] = {}  # at most one per sample: deltas are merged
         self._offer: Callable[[RequestOutput], bool] | None = None
         self._text_takers: dict[int, Callable[[str], bool]] = {}  # by sample
+        self.takes_texts = False  # whether there ever was one of those
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
@@ -57,6 +58,7 @@ class RequestStream:
         tokens take this way. For the rest `offer_to` says what is offered, and what becomes of it.
         """
         self._text_takers[index] = take
+        self.takes_texts = True
 
     def put_text(self, index: int, text: str) -> bool:
         """Hand over the text, perhaps empty, of a delta that says no more and is not the last of
@@ -88,7 +90,9 @@ class RequestStream:
             pending.merge(output)
         if output.finish_reason is not None:
             self._num_unfinished -= 1
-        self._wake()
+        waiter = self._waiter  # as `_wake`, which each token would call
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def fail(self, error: BaseException) -> None:
         """End the stream with an error, after what is pending."""

@@ -145,6 +145,7 @@ class StepExecutor:
         self.memory = StepMemory(backend, parts.sizes[-1])
         self.parts, self._batch = parts, InputBatch(*parts.sizes, parts.all, overwrites=True)
         self._last: tuple[StepInputs, ModelInputs] | None = None  # without adapters
+        self._inference_mode = torch.inference_mode()  # as a decorator it is made for each step
         # States cannot be taken back; ranks would have to run a step again together.
         self._batch.may_lose = plan.ranks is None and model.states is None
         # A token that is computed again reads what a window may have let go.
@@ -192,7 +193,6 @@ class StepExecutor:
         """The number of threads that will compute the next step."""
         return self._threads.count
 
-    @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Return one forward pass, and a token for each row whose known tokens are then all
         computed.
@@ -200,6 +200,10 @@ class StepExecutor:
         A request that makes it raise fails alone, if steps can be repeated. If this raises even so,
         its requests are in an unknown state and must be dropped; all others can go on.
         """
+        with self._inference_mode:
+            return self._execute(scheduler_output)
+
+    def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         try:
             if (transfers := scheduler_output.kv_connector_metadata) is not None:
                 self.copies.transfer(transfers)

@@ -125,7 +125,8 @@ class WholeDecoder(FusedDecoder):
         if given:  # they are a table of their own, of this step
             rows = self.embedded(inputs)
             ids = torch.arange(len(rows))
-        num_tokens, num_sampling = len(inputs.input_ids), len(inputs.logits_rows)
+        # `len` of a tensor is a function of Python
+        num_tokens, num_sampling = inputs.input_ids.size(0), inputs.logits_rows.size(0)
         size = num_tokens * self._numbers_per_token
         if self._scratch.numel() < size:
             self._scratch = self._scratch.new_empty(size)

@@ -124,7 +124,7 @@ def _choose_from(logits: Tensor, inputs: SamplingInputs) -> ChosenTokens:
     """Return a token for each row of `logits`, float32, by the compiled library where there is one.
     What that leaves open is drawn here, by the same rules: the token is the same.
     """
-    if inputs.draws is None and len(logits) == 1:
+    if inputs.draws is None and logits.size(0) == 1:
         return _best_of_one(logits)
     if (chooser := load_chooser()) is not None:
         chosen = chooser.choose(logits.contiguous(), inputs.draws)
