@@ -36,6 +36,14 @@ def test_a_later_start_loads_no_transformers(scenario: str) -> None:
     assert "transformers" not in found
 
 
+def test_a_streamed_chat_loads_nothing_of_logprobs_bound_replies_or_yaml() -> None:
+    package = ROOT / "aioserve"
+    found = {str(path) for path in loaded_files("the server, one streamed chat completion")}
+    assert str(package / "engine/chat/reply_format.py") in found
+    unused = "engine/chat/reply_grammar server/logprobs support/files"
+    assert found & {str(package / f"{name}.py") for name in unused.split()} == set()
+
+
 def names_of_a_text_prompt() -> set[str]:
     """Files under aioserve that one text prompt loads in an embedded engine."""
     package = ROOT / "aioserve"

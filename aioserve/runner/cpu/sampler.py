@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -48,9 +47,6 @@ def token_logprobs(
 # Chooses one token per row of logits, doing only what the rows ask for. Knows numbers and columns;
 # knows nothing about requests, batches or models. The same seed, position and logits give the same
 # token whatever else is in the batch.
-
-
-FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
