@@ -15,7 +15,7 @@ from typing import Any
 
 VOCAB_SIZE = 512
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -120,7 +120,7 @@ def make_model(kind: str, path: Path, **overrides: Any) -> Path:
 
     torch.manual_seed(0)
     own = (_KINDS | _MORE_KINDS).get(kind, {})
-    config = AutoConfig.for_model(kind, **{**_COMMON, **own, **overrides})
+    config = AutoConfig.for_model(kind, **{**COMMON, **own, **overrides})
     model = AutoModelForCausalLM.from_config(config)
     if kind == "gemma2":  # else its tied embedding makes every model repeat its input
         for name, parameter in model.named_parameters():

@@ -15,7 +15,7 @@ from aioserve.engine.prompt import Video
 from aioserve.features.multimodal.prompt import VideoProcessor, load_processor
 from aioserve.model_source.info import ModelInfo
 from aioserve.model_source.vision_families import family_of
-from tests.models import made_once
+from tests.models import COMMON, made_once
 
 if TYPE_CHECKING:
     from tests.greedy import GreedyTokens
@@ -24,21 +24,7 @@ NUM_TOKENS = 12
 EMBEDDED = Path(__file__).parents[1] / "aioserve" / "model_source" / "embedded"
 _VOCAB_SIZE = 2112  # that of the embedded tokenizer, and room for marks
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": _VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
+_TEXT = COMMON | {"vocab_size": _VOCAB_SIZE}
 _VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
