@@ -124,10 +124,11 @@ async def test_a_mixed_batch_in_flight_says_what_merged_weights_say(
     """With two places for three adapters in a step, prompts cut and told, too few blocks for all,
     cached prefixes; and, at depth 1, drafts.
     """
-    speculation = SpeculationConfig()
-    if depth == 1:
-        speculation = SpeculationConfig(speculative_method="ngram", prompt_lookup_min=2)
-    config = make_config(base, depth, speculation=speculation)
+    sections: dict[str, Any] = {}
+    if depth == 1:  # drafts, as many as their seconds allow, end requests sooner: less room
+        sections["speculation"] = SpeculationConfig(speculative_method="ngram", prompt_lookup_min=2)
+        sections["cache"] = CacheConfig(num_kv_blocks=16, block_size=4)
+    config = make_config(base, depth, **sections)
     device = FakeDevice(1, eagerness=0.3)
     runner = make_runner(config, device, fused=fused)
     async with AsyncEngine(config, runner=runner) as engine:
