@@ -5,7 +5,7 @@
 
 `windows`: how many requests run at once in the same memory, with and without blocks for sliding
 windows. Random weights with the layers and the K and V of gpt-oss-20b and of Gemma 3 1B, and small
-products. Without: a KV connector, with which all layers keep all blocks.
+products. Without: `num_window_blocks` 0, with which all layers keep all blocks.
 
 `victims`: tokens computed again and p99 by which request is preempted, where layers have states.
 Requests come faster than KV blocks last, so that running ones are preempted; what such a request
@@ -92,9 +92,7 @@ def windows(args: Args) -> dict[str, Any]:
         model = make_model(args.shape, Path(folder), **shape)
         for name, cache in {
             "of windows": CacheConfig(kv_cache_gib=args.gib),
-            "all, by a KV connector": CacheConfig(
-                kv_cache_gib=args.gib, kv_connector="memory", kv_connector_gib=0.01
-            ),
+            "of all layers": CacheConfig(kv_cache_gib=args.gib, num_window_blocks=0),
         }.items():
             found = asyncio.run(run_windows(model, cache, args.tokens))
             table.add({"blocks": name, **found})
