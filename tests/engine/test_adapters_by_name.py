@@ -103,12 +103,14 @@ async def say(engine: AsyncEngine, name: str, **more: Any) -> list[int]:
 async def test_each_request_gets_its_adapter_whatever_the_policy(
     policy: str, base: Path, paths: dict[str, Path], expected: dict[str, Any]
 ) -> None:
-    """With two places for three adapters, too few blocks for all, cached prefixes and drafts."""
+    """With two places for three adapters, too few blocks for all however many drafts are right,
+    and cached prefixes.
+    """
     options = {"chunk_size": 9} if policy == "chunked_prefill" else {}
     config = make_config(
         base,
         paths,
-        cache=CacheConfig(num_kv_blocks=20, block_size=4),
+        cache=CacheConfig(num_kv_blocks=16, block_size=4),
         scheduler=SchedulerConfig(policy=policy, options=options, max_num_seqs=6, max_loras=2),
         speculation=SpeculationConfig(speculative_method="ngram", prompt_lookup_min=2),
     )
