@@ -1,7 +1,6 @@
 """Speculation changes when tokens come, never which: the same draws, whatever was guessed."""
 
 import asyncio
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -204,10 +203,8 @@ async def test_logprobs_are_of_the_tokens_of_a_reply_that_ends_within_drafts(
 
         texts = ("a", "The king " * 30, "KING: My lord, my lord, my lord", "Once " * 20)
         kinds = ("delta", "final_only")
-        asked = list(itertools.product(texts, [{}, *ENDS]))
-        for turn in range(2):  # the second time, ends of the first are guessed, too
-            await asyncio.gather(
-                *(lengths(*one, kinds[(number + turn) % 2]) for number, one in enumerate(asked))
-            )
+        ways = [{}, *ENDS]
+        for _ in range(2):  # the second time, ends of the first are guessed, too
+            await asyncio.gather(*(lengths(t, w, k) for t in texts for w in ways for k in kinds))
         stats = stats_of(engine)
         assert stats.num_accepted_tokens
