@@ -216,7 +216,7 @@ def fetch(url: str, body: object = None) -> tuple[int, bytes]:
             return error.code, error.read()
 
 
-@pytest.mark.slow  # quick: SIGTERM while a stream runs; tests/test_process_start.py
+@pytest.mark.slow  # quick: SIGTERM, in tests/server/test_service_manager.py
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_server_with_exit_code_0(number):
     with serving(*SIMULATED) as (process, url):

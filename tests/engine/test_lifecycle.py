@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import threading
 import warnings
 from collections.abc import Callable
@@ -50,8 +51,13 @@ async def use(config: EngineConfig) -> AsyncEngine:
 
 
 @pytest.mark.usefixtures("own_processes")
-@pytest.mark.parametrize("runner", mostly_slow(["simulated", "model"], but=["model"]))
-@pytest.mark.parametrize("turns_on", [True, False])
+@pytest.mark.parametrize(
+    ("runner", "turns_on"),
+    mostly_slow(
+        itertools.product(["simulated", "model"], [True, False]),
+        but=[("simulated", False), ("model", True), ("model", False)],
+    ),
+)
 def test_an_engine_that_is_dropped_without_shutdown_leaves_no_thread_and_no_process(
     runner: Any, turns_on: bool, tmp_path: Path
 ) -> None:

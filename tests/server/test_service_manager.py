@@ -1,9 +1,11 @@
 """A service manager hears when the server serves, and when it stops."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,10 @@ from aioserve.server.process import (
     tell_that_the_loop_turns,
 )
 from tests import processes
-from tests.processes import serving
+from tests.processes import JSON, serving
 
 SIMULATED = ("--runner", "simulated", "--port", "0")
+BODY = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode()
 
 
 @pytest.fixture
@@ -37,13 +40,17 @@ def test_the_server_says_when_it_serves_that_its_loop_turns_and_when_it_drains(
     with serving(*SIMULATED, env=environ) as (process, url):
         ready, status = manager.recv(1000).decode().splitlines()
         assert (ready, status) == ("READY=1", f"STATUS=serves embedded on {url}")
+        request = urllib.request.Request(f"{url}/v1/completions", BODY, JSON)
+        with urllib.request.urlopen(request, timeout=processes.PATIENCE) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 2
         assert [manager.recv(1000) for _ in range(3)] == [b"WATCHDOG=1"] * 3
         process.send_signal(signal.SIGTERM)
         while (told := manager.recv(1000)) == b"WATCHDOG=1":
             pass
         assert told.decode().splitlines()[0] == "STOPPING=1"
-        process.communicate(timeout=processes.PATIENCE)
+        _, stderr = process.communicate(timeout=processes.PATIENCE)
         assert process.returncode == 0
+        assert "Traceback" not in stderr
     manager.close()
 
 

@@ -115,8 +115,7 @@ def test_a_sound_policy_passes_in_an_empty_folder_whatever_it_is_called(tmp_path
     )
 
 
-@pytest.mark.slow  # quick: tests/lab/certify/test_check.py, which asks the same of `check`
-@pytest.mark.parametrize("spec", ["mine:Bad", "mine.py:Bad"])
+@pytest.mark.parametrize("spec", mostly_slow(["mine:Bad", "mine.py:Bad"], but=["mine:Bad"]))
 def test_a_broken_policy_fails_on_a_screen_with_a_program_that_shows_it(
     tmp_path: Path, spec: str
 ) -> None:
