@@ -2,7 +2,7 @@
 
     python benchmarks/vllm_right.py tokens      # 300 prompts, each kind of vLLM, in float32
     python benchmarks/vllm_right.py tokens --kinds drafts --prompts 40
-    python benchmarks/vllm_right.py soak [--seconds 600]
+    python benchmarks/vllm_right.py soak [--seconds 600] [--asynchronous]
 
 `tokens`: SmolLM2 (98 MB, fetched once) answers greedily: prompts that share prefixes and are split
 over steps, a pool of KV blocks in which requests are preempted, clients that leave, three samples,
@@ -379,10 +379,12 @@ class Soak:
         self.run_out()
 
 
-@program.command("soak", seconds=600.0)
+@program.command(
+    "soak", seconds=600.0, asynchronous=Opt(False, "plan a step while another one runs")
+)
 def soak(args: Args) -> tuple[dict[str, Any], int]:
     """Everything mixed: is what was taken given back?"""
-    llm = make_engine(asynchronous=False, **inside.TIGHT)
+    llm = make_engine(asynchronous=args.asynchronous, **inside.TIGHT)
     found = Soak(llm)
     found.run(args.seconds)
     stats: Any = found.scheduler.policy.make_stats()
