@@ -163,11 +163,12 @@ def try_at_random(url: str, document: dict[str, Any], *, num_examples: int) -> N
 
 @pytest.fixture
 async def server(start_server, tmp_path):
-    """Its model takes few tokens: where nothing else ends a reply, this does."""
+    """Its model takes few tokens: where nothing else ends a reply, this does. A step takes the
+    millisecond of `SIMULATED`, so that steps are under way while bodies come.
+    """
     (tmp_path / "score.txt").write_text("{query} {document}")
     sections = {
         "model": {"max_model_len": 64},
-        "runner": {"step_base_ms": 0},
         "server": {"enable_admin": True},
         "scoring": {"score_template": str(tmp_path / "score.txt"), "score_labels": "no,What"},
     }

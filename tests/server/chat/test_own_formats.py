@@ -81,7 +81,9 @@ class Raises(HermesParser):
 
 async def test_a_format_that_raises_fails_its_own_request_and_no_other(say, tmp_path):
     (tmp_path / "raises.py").write_text(RAISES)
-    async with say("I have kept it.", tool_call_parser=f"{tmp_path}/raises.py:Raises") as server:
+    parser = f"{tmp_path}/raises.py:Raises"
+    # Requests fail while a step is under way.
+    async with say("I have kept it.", tool_call_parser=parser, step_ms=1) as server:
         asked = [
             server.chat(tools=[ADD], stream=stream) if has_tools else server.chat(stream=stream)
             for stream in (False, True)

@@ -492,7 +492,7 @@ async def test_nothing_in_a_body_with_tools_is_a_failure_of_the_server(say):
     rng = random.Random(0)
     good = {"messages": [USER, call('{"a": 1}'), ANSWER], "tools": TOOLS, "max_tokens": 2}
     statuses = set()
-    async with say("Hi") as server:
+    async with say("Hi", step_ms=1) as server:  # requests end while a step is under way
         for _ in range(100):
             body = spoil(rng, good)
             answer = await server.request("POST", "/v1/chat/completions", json=body)
