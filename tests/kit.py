@@ -1,8 +1,10 @@
 """What tests of engines share: runs in virtual time, tokens, statistics, prompts, small models."""
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable, Coroutine
+import reprlib
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +40,16 @@ def runner_of(engine: AsyncEngine) -> Any:
 def executor_of(engine: AsyncEngine) -> Any:
     """What computes the engine's steps (None while its weights are freed): model, batch, memory."""
     return runner_of(engine)._executor
+
+
+@contextlib.contextmanager
+def case(*what: object) -> Iterator[None]:
+    """Name one of the cases that a test loops over in the failure of what runs within."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"The case: {', '.join(map(reprlib.repr, what))}")
+        raise
 
 
 def stats_of(engine: AsyncEngine) -> SchedulerStats:

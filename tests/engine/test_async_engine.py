@@ -24,7 +24,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput
-from tests.kit import stats_of
+from tests.kit import case, stats_of
 from tests.processes import PATIENCE
 
 FAST = RunnerConfig(runner="simulated", step_base_ms=0.5, simulated_output_tokens=20)
@@ -127,10 +127,11 @@ BAD: list[tuple[Any, dict[str, Any], str, str]] = [
 
 async def test_a_bad_request_is_refused_before_it_is_queued(engine: AsyncEngine) -> None:
     for prompt, params, param, message in BAD:
-        with pytest.raises(RequestError, match=message) as caught:
-            await engine.add_request(prompt, SamplingParams(**params))
-        assert caught.value.param == param
-        assert stats_of(engine).num_waiting_reqs == 0
+        with case(prompt, params):
+            with pytest.raises(RequestError, match=message) as caught:
+                await engine.add_request(prompt, SamplingParams(**params))
+            assert caught.value.param == param
+            assert stats_of(engine).num_waiting_reqs == 0
     assert await collect(engine, "still here?", SamplingParams(max_tokens=3))
 
 
@@ -144,9 +145,10 @@ BAD_FIELDS: list[tuple[str, Any, str]] = [
 
 async def test_a_field_that_cannot_be_kept_is_refused_by_name(engine: AsyncEngine) -> None:
     for field, value, message in BAD_FIELDS:
-        with pytest.raises(RequestError, match=message) as caught:
-            await engine.add_request([5], **{field: value})
-        assert caught.value.param == field
+        with case(field, value):
+            with pytest.raises(RequestError, match=message) as caught:
+                await engine.add_request([5], **{field: value})
+            assert caught.value.param == field
 
 
 async def test_an_overload_takes_back_all_samples_of_the_request() -> None:

@@ -14,6 +14,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput
+from tests.kit import case
 from tests.processes import PATIENCE
 from tests.tokenizing import hold_tokenizing
 
@@ -53,14 +54,15 @@ CLASHES = [
 
 async def test_an_id_in_use_is_refused_and_nobody_is_harmed(engine: AsyncEngine) -> None:
     for first, params, second, second_params in CLASHES:
-        stream = await add(engine, first, params)
-        await anext(stream)
-        with pytest.raises(RequestIdInUseError, match="is in use") as caught:
-            await add(engine, second, second_params)
-        assert caught.value.param == "request_id"
-        assert not (await anext(stream)).finished
-        stream.close()
-        assert len(await tokens(await add(engine, second, SHORT))) == 3
+        with case(f"{first}, n={params.n}", f"{second}, n={second_params.n}"):
+            stream = await add(engine, first, params)
+            await anext(stream)
+            with pytest.raises(RequestIdInUseError, match="is in use") as caught:
+                await add(engine, second, second_params)
+            assert caught.value.param == "request_id"
+            assert not (await anext(stream)).finished
+            stream.close()
+            assert len(await tokens(await add(engine, second, SHORT))) == 3
 
 
 async def test_the_id_of_a_sample_that_has_ended_is_its_requests_until_all_have(

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from aioserve.features.grammars.rows import GrammarRows
 from aioserve.outputs import RequestOutput
 from aioserve.params import StructuredOutputs
 from aioserve.server.errors import to_wire
-from tests.kit import stats_of
+from tests.kit import case, stats_of
 from tests.slow import mostly_slow
 
 SCHEMAS: dict[str, Any] = json.loads(Path(__file__).with_name("schemas.json").read_text("utf-8"))
@@ -205,7 +206,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 async def test_what_cannot_be_is_refused_at_the_door() -> None:
     async with AsyncEngine(config()) as engine:
         for way, message in REFUSED:
-            with pytest.raises(RequestError, match=message):
+            with case(way), pytest.raises(RequestError, match=message):
                 await reply(engine, params(way=StructuredOutputs(**way)))
 
 
@@ -234,10 +235,12 @@ DEEP: dict[str, dict[str, Any]] = {
 async def test_no_depth_of_a_grammar_ends_the_process() -> None:
     async with AsyncEngine(config()) as engine:
         for what, way in DEEP.items():
-            with contextlib.suppress(RequestError):  # some can be, and some are refused
-                found = await reply(engine, params(way=StructuredOutputs(**way), max_tokens=5))
-                assert found.finish_reason in ("stop", "length"), what
-            assert (await reply(engine, SamplingParams(max_tokens=2))).finish_reason, what
+            sys.stderr.write(f"{what}\n")  # `pytest -s` shows which one ends the process
+            with case(what):
+                with contextlib.suppress(RequestError):  # some can be, and some are refused
+                    found = await reply(engine, params(way=StructuredOutputs(**way), max_tokens=5))
+                    assert found.finish_reason in ("stop", "length")
+                assert (await reply(engine, SamplingParams(max_tokens=2))).finish_reason
 
 
 async def test_a_grammar_that_grows_too_complex_fails_its_own_request_alone(

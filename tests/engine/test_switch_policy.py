@@ -13,7 +13,7 @@ from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError, PolicyError
 from aioserve.scheduler import BaseScheduler, Request
 from tests import kit
-from tests.kit import stats_of
+from tests.kit import case, stats_of
 
 
 def run(main: Callable[[AsyncEngine], Any], depth: int = 1) -> Any:
@@ -112,12 +112,13 @@ def test_a_bad_switch_is_refused_and_the_old_policy_goes_on() -> None:
         task = asyncio.create_task(serve_many(engine))
         await asyncio.sleep(0.1)
         for policy, options, message in BAD:
-            with pytest.raises((ConfigError, PolicyError), match=message):
-                engine.switch_policy(policy, options)
-            snapshot = engine.inspect()
-            assert snapshot is not None
-            assert snapshot.policy_class == "ChunkedPrefillScheduler"
-            await asyncio.sleep(0.02)
+            with case(policy, options):
+                with pytest.raises((ConfigError, PolicyError), match=message):
+                    engine.switch_policy(policy, options)
+                snapshot = engine.inspect()
+                assert snapshot is not None
+                assert snapshot.policy_class == "ChunkedPrefillScheduler"
+                await asyncio.sleep(0.02)
         assert not task.done()
         return await task
 
