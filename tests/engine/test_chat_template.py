@@ -294,7 +294,8 @@ def test_what_renders_is_started_again_when_it_was_ended(tokenizer, render):
 @pytest.mark.parametrize("content", ["Hi", "x" * 10**6])
 def test_what_renders_is_replaced_when_it_stands_still(tokenizer, render, content, monkeypatch):
     """Also where the conversation does not fit into the socket."""
-    monkeypatch.setattr(template_renderer, "LOOK_SECONDS", 0.1)  # four find that it is stopped
+    # A process counts as stopped after four looks.
+    monkeypatch.setattr(template_renderer, "LOOK_SECONDS", 0.1)
     message = {"role": "user", "content": content}
     own, before = ChatTemplate(tokenizer), set(psutil.Process().children())
     assert render("{{ messages[0].content }}", message, by=own) == content

@@ -125,7 +125,9 @@ async def test_a_mixed_batch_in_flight_says_what_merged_weights_say(
     cached prefixes; and, at depth 1, drafts.
     """
     sections: dict[str, Any] = {}
-    if depth == 1:  # drafts, as many as their seconds allow, end requests sooner: less room
+    if depth == 1:
+        # Drafts, as many as their seconds allow, end requests sooner: so fewer blocks, or nothing
+        # would be preempted.
         sections["speculation"] = SpeculationConfig(speculative_method="ngram", prompt_lookup_min=2)
         sections["cache"] = CacheConfig(num_kv_blocks=16, block_size=4)
     config = make_config(base, depth, **sections)

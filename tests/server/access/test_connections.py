@@ -159,7 +159,7 @@ REFUSED = [
 async def test_what_is_no_http_or_too_long_is_refused_in_words_and_counted(
     server, is_there, caplog
 ):
-    """Behind the connection, or there already when it is accepted."""
+    """Sent after the server has accepted the connection, or before."""
     caplog.set_level("INFO")
 
     async def send(data):
