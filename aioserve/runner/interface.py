@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -30,6 +30,7 @@ from aioserve.support.parts import Brought
 
 if TYPE_CHECKING:
     from aioserve.config import EngineConfig, StructuredOutputsConfig
+    from aioserve.kv_cache import KVConnectorMetadata
     from aioserve.model_source.info import ModelInfo
     from aioserve.params import StructuredOutputs
 
@@ -189,6 +190,28 @@ class KVConnectorWorker:
     def num_bytes_loaded(self) -> int:
         """Bytes copied into the paged cache since the start."""
         return self.num_loaded * self.block_bytes
+
+
+class HostCopies(Protocol):
+    """The side of a KV connector that a part brings: what it keeps of a model, and its copies in
+    host memory.
+    """
+
+    def make(self, num_bytes: int, shared: Any = None) -> KVConnectorWorker:
+        """Make room for blocks of at most `num_bytes`; `shared` with the other ranks."""
+
+    def take(self, blocks: Any) -> None:
+        """Go on with what `make` has returned beside caches of the same sizes."""
+
+    def transfer(self, transfers: "KVConnectorMetadata") -> None:
+        """Copy what a KV connector wants copied before a step."""
+
+    @property
+    def bytes_of_first(self) -> dict[str, int]:
+        """Bytes of a block that the first of several ranks has beside the others, by the pool."""
+
+    def close(self) -> None:
+        """Let go of blocks in host memory, and of all tensors. Idempotent."""
 
 
 class RunnerInterface(ABC):

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import termios
@@ -203,11 +204,17 @@ def test_where_none_listens_the_line_that_starts_a_server_is_said(
 
 
 @pytest.mark.slow
+def _listens(path: Path) -> bool:
+    """Return whether the socket takes connections, which its path is there before."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        return sock.connect_ex(str(path)) == 0
+
+
 def test_a_server_on_a_unix_socket_is_talked_to(tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
     command = [sys.executable, "-m", "aioserve", *SIMULATED, "--uds", str(path)]
     with processes.started(*command):
-        until(path.exists, "the socket")
+        until(lambda: _listens(path), "the socket")
         result = talk(f"unix:{path}", "Hello\n", "--sampling", "max_tokens=5")
         assert (result.returncode, result.stdout.endswith("\n")) == (0, True), result.stderr
 

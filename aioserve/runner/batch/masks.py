@@ -7,14 +7,17 @@ token ids; knows nothing about what binds them.
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from aioserve.runner.attention.backend import IntArray
+from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.batch.input_batch import BatchPart
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Words = npt.NDArray[np.int32]
 _NO_PLACES: IntArray = np.zeros(0, dtype=np.int64)
@@ -38,6 +41,32 @@ class Masks:
         """That of one of the S, as the only one of a step; None if it may take all tokens."""
         own = np.flatnonzero(self.places == place)
         return Masks(np.zeros(1, dtype=np.int64), self.words[own[:1]]) if len(own) else None
+
+
+def leave_out_late(
+    inputs: StepInputs, logits: "Tensor", masks: Masks
+) -> tuple[StepInputs, "Tensor", Masks, list[str]]:
+    """Return a step, its logits [S, V] and masks without the rows that sit it out, and their
+    requests.
+    """
+    import torch
+
+    kept = np.delete(np.arange(len(inputs.sampling)), masks.late)
+    indices = set(inputs.sampling[masks.late].tolist())
+    rows = {int(inputs.rows[index]) for index in indices}
+    left = replace(
+        inputs,
+        sampling=inputs.sampling[kept],
+        logits_indices=inputs.logits_indices[kept],
+        drafts={row: own for row, own in inputs.drafts.items() if row not in rows},
+    )
+    places = np.searchsorted(kept, masks.places)
+    return (
+        left,
+        logits[torch.from_numpy(kept)],
+        replace(masks, places=places, late=masks.late[:0]),
+        [inputs.req_ids[index] for index in sorted(indices)],
+    )
 
 
 class StepMasks(Protocol):

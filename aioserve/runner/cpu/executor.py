@@ -6,12 +6,10 @@ a model is loaded.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 
 from aioserve.config import CacheConfig, EngineConfig
@@ -29,15 +27,19 @@ from aioserve.runner.batch.input_batch import InputBatch, kept_logprobs
 from aioserve.runner.cpu.kv_memory import AttentionBackend, StepMemory
 from aioserve.runner.cpu.machine import ComputeThreads, give_back_freed_memory
 from aioserve.runner.cpu.sampler import SampledTokens, sample_each
-from aioserve.runner.interface import KVConnectorWorker, RunnerInfo, failed_requests, parameters_of
+from aioserve.runner.interface import (
+    HostCopies,
+    KVConnectorWorker,
+    RunnerInfo,
+    failed_requests,
+    parameters_of,
+)
 from aioserve.runner.load_plan import BatchParts, LoadPlan
 from aioserve.runner.served_model import collect_modules
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from aioserve.kv_cache import KVConnectorMetadata
     from aioserve.runner.adapters import AdapterOwners, LoadedAdapters
-    from aioserve.runner.batch.masks import Masks
     from aioserve.runner.batch.rescue import StepRescue
     from aioserve.runner.cpu.asked_results import Looked, RowValueStep
 
@@ -83,52 +85,6 @@ class ComputedStep(NamedTuple):
             *(inputs.req_ids, token_ids, logprobs, guesses, failed, told, vectors, values),
             [request_id for request_id in self.sat_out if request_id not in failed],
         )
-
-
-def _without_late(
-    inputs: StepInputs, logits: torch.Tensor, masks: "Masks"
-) -> "tuple[StepInputs, torch.Tensor, Masks, list[str]]":
-    """Return a step, its logits [S, V] and masks without the rows that sit it out, and their
-    requests.
-    """
-    kept = np.delete(np.arange(len(inputs.sampling)), masks.late)
-    indices = set(inputs.sampling[masks.late].tolist())
-    rows = {int(inputs.rows[index]) for index in indices}
-    left = replace(
-        inputs,
-        sampling=inputs.sampling[kept],
-        logits_indices=inputs.logits_indices[kept],
-        drafts={row: own for row, own in inputs.drafts.items() if row not in rows},
-    )
-    places = np.searchsorted(kept, masks.places)
-    return (
-        left,
-        logits[torch.from_numpy(kept)],
-        replace(masks, places=places, late=masks.late[:0]),
-        [inputs.req_ids[index] for index in sorted(indices)],
-    )
-
-
-class HostCopies(Protocol):
-    """The side of a KV connector that a part brings: what it keeps of a model, and its copies in
-    host memory.
-    """
-
-    def make(self, num_bytes: int, shared: Any = None) -> KVConnectorWorker:
-        """Make room for blocks of at most `num_bytes`; `shared` with the other ranks."""
-
-    def take(self, blocks: Any) -> None:
-        """Go on with what `make` has returned beside caches of the same sizes."""
-
-    def transfer(self, transfers: "KVConnectorMetadata") -> None:
-        """Copy what a KV connector wants copied before a step."""
-
-    @property
-    def bytes_of_first(self) -> dict[str, int]:
-        """Bytes of a block that the first of several ranks has beside the others, by the pool."""
-
-    def close(self) -> None:
-        """Let go of blocks in host memory, and of all tensors. Idempotent."""
 
 
 class StepExecutor:
@@ -271,7 +227,9 @@ class StepExecutor:
                 made = masks.take(rows, may_sit_out=may_sit_out)
         sat_out: list[str] = []
         if made is not None and len(made.late):
-            inputs, logits, made, sat_out = _without_late(inputs, logits, made)
+            from aioserve.runner.batch.masks import leave_out_late
+
+            inputs, logits, made, sat_out = leave_out_late(inputs, logits, made)
         sampled = self.choose(logits, self.parts.sampling.of(inputs), made)
         wanted_values = step.parts.get(ROW_VALUES)
         values = None
