@@ -72,7 +72,6 @@ class RequestState(SampleState):
                     index=self.index,
                     text=text,
                     token_ids=output.new_token_ids,
-                    logprobs=output.new_logprobs,
                     num_prompt_tokens=request.num_prompt_tokens,
                     num_output_tokens=self.num_output_tokens,
                     num_cached_tokens=request.num_cached_tokens,

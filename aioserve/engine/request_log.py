@@ -62,9 +62,9 @@ class RequestLog:
 
     def __init__(self, path: str, now: float) -> None:
         """`now` is the engine's clock, in seconds. Raises `ConfigError`."""
-        self._path = path
         from aioserve.support.files import begin_log
 
+        self._path = path
         open_file = begin_log(path, "request log", 0o644)
         self._writer = BackgroundWriter(open_file, "requests", _LostLines(path))
         weakref.finalize(self, self._writer.close, 0.0)  # its thread ends with it in any case

@@ -40,7 +40,7 @@ class RequestStream:
         self._pending: dict[int, RequestOutput] = {}  # at most one per sample: deltas are merged
         self._offer: Callable[[RequestOutput], bool] | None = None
         self._text_takers: dict[int, Callable[[str], bool]] = {}  # by sample
-        self.takes_texts = False  # whether there ever was one of those
+        self.takes_texts = False  # whether `offer_texts_to` was called
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
@@ -90,7 +90,7 @@ class RequestStream:
             pending.merge(output)
         if output.finish_reason is not None:
             self._num_unfinished -= 1
-        waiter = self._waiter  # as `_wake`, which each token would call
+        waiter = self._waiter  # `_wake`, without a call for each token
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 

@@ -660,9 +660,10 @@ static void check_linear(type t) {
     if (!product || !panel) return;
     const int64_t sizes[][3] = {{16, 1, 1},   {48, 70, 2},   {144, 129, 3}, {272, 65, 6},
                                 {16, 200, 7}, {272, 129, 4}, {528, 33, 24}, {272, 67, 25},
-                                {48, 70, 201}};
+                                {48, 70, 201}, {1008, 630, 530}};
     for (unsigned i = 0; i < sizeof sizes / sizeof *sizes; i++)
         for (int kind = 0; kind < 4; kind++) {
+            if (sizes[i][2] > 500 && (t != BF16 || kind % 3)) continue;  // groups of panels: panel_tiles.h
             const int has_bias = kind % 2, is_wide = kind / 2;
             const type to = is_wide ? F32 : t;
             int64_t in = sizes[i][0], out = sizes[i][1], rows = sizes[i][2];
@@ -859,9 +860,12 @@ static void check_blocks(type t, int is_int8) {
                                 {.bits = 4, .group = 32, .per_super = 8, .has_offset = 1},
                                 {.bits = 8, .group = 16, .per_super = 16, .zero = 128}};
     enum { KINDS = sizeof kinds / sizeof *kinds };
-    const int64_t rows[] = {1, 3, 5, 6, 7, 16, 40, 100}, in = 256, outs[] = {37, 70}, out = 107;
+    const int64_t rows[] = {1, 3, 5, 6, 7, 16, 40, 100, 130}, in = 256;
     for (unsigned kind = 0; kind < KINDS; kind++)
         for (unsigned i = 0; i < sizeof rows / sizeof *rows; i++) {
+            const int is_many = rows[i] > 100;  // of groups of panels: panel_tiles.h
+            if (is_many && (t != BF16 || is_int8 || kind > 1)) continue;
+            const int64_t outs[] = {37, is_many ? 560 : 70}, out = outs[0] + outs[1];
             begin("linear_%s in blocks, kind %d, %d rows%s", SUFFIXES[t], (int)kind, (int)rows[i],
                   is_int8 ? " of int8" : "");
             block_part parts[2];

@@ -269,9 +269,8 @@ class StepExecutor:
             self._encoder.use_thread(device.lend)
         self._hidden_size = hidden_size
         self._unread: list[LaunchedStep] = []  # whose tokens grammars wait for
-        self._rescue = StepRescue(
-            self._batch, self._launch, is_possible=ranks is None, is_end=self._is_end
-        )
+        self._batch.may_lose = ranks is None
+        self._rescue = StepRescue(self._batch, self._launch, is_end=self._is_end)
         self._layout = layout
         self._ring = StagingRing(device, self._layout.size)
         self._sampler = sampler

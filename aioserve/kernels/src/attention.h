@@ -144,7 +144,7 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
     const int is_direct = work->is_direct && key_dim % (2 * W) == 0 && value_dim % (2 * W) == 0;
     const int most = is_direct ? DIRECT_ROWS : PACKED_ROWS, step = is_direct ? DIRECT_STEP : STEP;
     const int64_t padded_lanes = (key_dim / step + W - 1) / W * W;
-#ifdef TILES  // whole ones: more rows, and lanes, that are 0
+#ifdef TILES  // AMX takes whole tiles: the rows and lanes that are missing are 0
     const int64_t lanes = is_direct ? key_dim / step : padded_lanes, unit = is_direct ? 16 : TILE_KEYS;
     const int64_t all_rows = (rows + PACKED_ROWS - 1) / PACKED_ROWS * PACKED_ROWS;
 #else

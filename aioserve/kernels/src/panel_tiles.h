@@ -183,11 +183,13 @@ static void panel_product(int64_t rows, const bf16 *x, const bf16 *panel, int64_
 // Many rows: a pair of tiles of them against some panels, which stay in the second-level cache, then the
 // next pair. So outputs of a row that lie together are written together: one panel after the other for all
 // rows, each line of the outputs would be in another page.
-// Measured: from so many rows and up to so many inputs it pays.
+// Where it pays, measured on a Xeon of model 167 with shapes of 576 to 2,048 inputs.
 #define MANY_TILE_ROWS 128
 #define MANY_TILE_INPUTS 1024
 #define GROUP_NUMBERS (1 << 18)  // of weights
 #define GROUP_PANELS 16
+
+#define NO_FETCH (TILE_ROWS * STEP_LINES)  // shares so small that no line is fetched
 
 typedef struct {
     place places[GROUP_PANELS];
@@ -205,14 +207,14 @@ static void group_product(int64_t rows, const bf16 *x, const panel_group *group,
                 const int64_t column = group->places[i].column + half;
                 two_by_half(apart, x + row * in, group->panels[i] + 2 * half, in,
                             bias ? bias + column : 0, y + row * stride + column * size, stride,
-                            group->places[i].count - half, 0, TILE_ROWS * STEP_LINES, size);
+                            group->places[i].count - half, (const char *)group->panels[i], NO_FETCH, size);
             }
     }
     for (int64_t i = 0; rows > pairs * TILE_ROWS && i < group->count; i++) {
         const place *at = group->places + i;
         tile_by_panel(16, x + last * in, group->panels[i], in, bias ? bias + at->column : 0,
                       y + last * stride + at->column * size, stride, at->count,
-                      (const char *)group->panels[i], TILE_ROWS * STEP_LINES, size);
+                      (const char *)group->panels[i], NO_FETCH, size);
     }
 }
 

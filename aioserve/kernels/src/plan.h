@@ -11,7 +11,7 @@
 #define FAR_BYTES 1024    // of K or V that one line, fetched two tiles ahead, brings along
 #define PIECE 512         // keys of one item, where a row has few queries
 #define FEW_QUERIES 16    // tokens of a row, up to which its context is cut into pieces
-#define ITEM_ROWS 192     // queries times heads of one item, or more: each tile is packed once for all
+#define ITEM_ROWS 192     // queries times heads of one item, with AMX up to twice as many: a tile is packed once for all
 #define MAX_ROWS 6        // of one product in registers
 #define DIRECT_ROWS 8     // queries times heads, up to which K and V are read as they lie
 #define SHARED_ROWS 24    // queries times heads of rows that read the same piece together
@@ -22,7 +22,8 @@
 #endif
 #ifdef __AMX_BF16__  // makes short work of products, so that packing counts
 #define ITEM_NUMBERS (ITEM_ROWS * 512)
-// Its weights are bfloat16, those of decodes floats: drafts that are verified should meet the latter.
+// AMX rounds the weights of attention to bfloat16. Rows of few queries, drafts among them, read K and V
+// directly with float weights, as decodes do.
 #define FEW_DIRECT_ROWS INT64_MAX
 #else
 #define ITEM_NUMBERS 0

@@ -66,7 +66,12 @@ SCALE_BYTES = 4  # of a float32, behind the codes of K or V
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The packed arrays of one step: R rows (requests) with T tokens in all, row after row."""
+    """The packed arrays of one step: R rows (requests) with T tokens in all, row after row.
+
+    On a CPU the next step of the same rows may be this very object, with other numbers in
+    `input_ids`, `positions`, `slot_mapping`, `seq_lens` and `block_table`: what is derived from
+    them is derived in each step.
+    """
 
     req_ids: list[str]  # R, in the scheduler's order
     rows: IntArray  # R, rows of the persistent batch

@@ -54,16 +54,13 @@ class StepRescue(Generic[T]):
         batch: InputBatch,
         run: Callable[[SchedulerOutput], T],
         *,
-        is_possible: bool,
         is_end: Callable[[Exception], bool] = lambda error: False,
     ) -> None:
-        """`run` computes the rows of a step, and changes nothing of `batch` if it raises. Unless it
-        `is_possible` to run a step again, all of its requests fail with it. `is_end`: whether after
-        an error no step can run any more. May be made when the first step has raised, if
-        `batch.may_lose` said before what `is_possible` says.
+        """`run` computes the rows of a step, and changes nothing of `batch` if it raises. Unless
+        `batch.may_lose`, all requests of a step fail with it. `is_end`: whether after an error no
+        step can run any more. May be made when the first step has raised.
         """
         self._batch, self._run = batch, run
-        self._is_possible = batch.may_lose = is_possible
         self._is_end = is_end
         self._error: Exception | None = None  # the last
         self._num_failures = 0  # of the parts of this step
@@ -99,7 +96,7 @@ class StepRescue(Generic[T]):
 
     def note_raised(self, error: Exception, step: SchedulerOutput) -> None:
         """A whole step has raised. Raises `error` itself where no part of it is to be run again."""
-        if isinstance(error, RunnerDeadError) or not self._is_possible or self._is_end(error):
+        if isinstance(error, RunnerDeadError) or not self._batch.may_lose or self._is_end(error):
             raise error
         self._note(error, step)
         self._log(len(step.num_scheduled_tokens))

@@ -70,13 +70,14 @@ class CompiledAttention(AttentionBackend):
     def prepare(self, step: StepInputs) -> None:
         if step is self._prepared:
             return  # its arrays have other numbers, and the tensors show them
-        self._prepared = step
+        self._prepared = None  # if this raises
         self.tables = self.window_tables = Tables.of(step)
         if step.windows is not None:
             self.window_tables = Tables.of(step.windows)
         self._image_ends = step.image_ends
         self.query_start_loc = torch.from_numpy(step.query_start_loc)
         self.seq_lens = torch.from_numpy(step.seq_lens)
+        self._prepared = step
 
     def forward(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions

@@ -101,7 +101,7 @@ class StepExecutor:
         self.memory = StepMemory(backend, parts.sizes[-1])
         self.parts, self._batch = parts, InputBatch(*parts.sizes, parts.all, overwrites=True)
         self._last: tuple[StepInputs, ModelInputs] | None = None  # without adapters
-        self._inference_mode = torch.inference_mode()  # as a decorator it is made for each step
+        self._inference_mode = torch.inference_mode()  # made once; within itself it would not end
         # States cannot be taken back; ranks would have to run a step again together.
         self._batch.may_lose = plan.ranks is None and model.states is None
         # A token that is computed again reads what a window may have let go.
@@ -184,7 +184,7 @@ class StepExecutor:
         """Runs steps again in parts; loaded when the first step raises, or loses a request."""
         from aioserve.runner.batch.rescue import StepRescue
 
-        return StepRescue(self._batch, self._compute, is_possible=self._batch.may_lose)
+        return StepRescue(self._batch, self._compute)
 
     def _run(self, step: SchedulerOutput) -> "list[ComputedStep]":
         """Compute a step that the batch was told of, in parts if it raises."""

@@ -1,7 +1,7 @@
 """Which models serve on this CPU: checked against memory and settings, read, and proved.
 
 Brings `transformers`, whose import takes seconds: `load` asks here only for what has not been
-prepared. Last, this machine as the place where they are loaded.
+prepared. `CpuPlace`, at the end, says which operations and decoder this machine has.
 """
 
 import gc

@@ -1,13 +1,17 @@
 """The runner against `transformers.generate`: same greedy tokens, however a step is composed."""
 
+import asyncio
 import random
 
 import pytest
 import torch
 
+from aioserve import AsyncEngine
+from aioserve.config import EngineConfig
 from aioserve.params import SamplingParams
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
-from aioserve.runner.cpu import kv_memory
+from aioserve.runner.batch.input_batch import InputBatch
+from aioserve.runner.cpu import executor, kv_memory
 from tests.models import EACH_KIND_ONCE, KINDS_AND_FUSED, VOCAB_SIZE
 from tests.runner.cpu.resident import is_resident
 from tests.runner.driver import BLOCK_SIZE, Driver, Generate, MakeDriver, random_prompt
@@ -301,3 +305,26 @@ def test_tokens_do_not_depend_on_the_number_of_threads(
         driver.step()
     torch.set_num_threads(1)
     assert_all_match(driver, "llama", generate_reference)
+
+
+async def test_steps_that_overwrite_arrays_choose_the_tokens_of_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Greedy and drawn rows decode together over the ends of several blocks, then one alone."""
+
+    async def reply(engine: AsyncEngine, number: int) -> list[int]:
+        length = 80 if number == 3 else 40
+        params = SamplingParams(
+            max_tokens=length, temperature=number % 2, seed=number, ignore_eos=True
+        )
+        outputs = [output async for output in engine.generate("Once upon a time", params)]
+        return [token for output in outputs for token in output.token_ids]
+
+    async def replies() -> list[list[int]]:
+        async with AsyncEngine(EngineConfig()) as engine:
+            return await asyncio.gather(*(reply(engine, number) for number in range(4)))
+
+    overwritten = await replies()
+    monkeypatch.setattr(executor, "InputBatch", lambda *args, overwrites: InputBatch(*args))
+    assert overwritten == await replies()
+    assert [len(tokens) for tokens in overwritten] == [40, 40, 40, 80]
