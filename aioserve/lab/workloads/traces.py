@@ -51,17 +51,26 @@ def _rows(path: Path, lines: list[str]) -> Iterator[tuple[str, list[str]]]:
         raise ConfigError(f"{path}:{rows.line_num}: {error}") from error
 
 
-def csv_rows(path: Path, lines: list[str], kind: type[T]) -> Iterator[tuple[str, T]]:
+def _header(path: Path, lines: list[str]) -> list[str]:
+    """Return the names of the columns, as the first line has them. Raises `ConfigError`."""
+    _, names = next(_rows(path, lines[:1]), ("", []))
+    return [name.strip() for name in names]
+
+
+def csv_rows(path: Path, lines: list[str], kind: type[Line]) -> Iterator[tuple[str, Line]]:
     """Yield rows with where they stand, empty ones left out; columns that `kind` has no field for
-    are skipped. Raises `ConfigError`.
+    are skipped, and may be missing at the end of a row. Raises `ConfigError`.
     """
     header: list[str] | None = None
     for where, row in _rows(path, lines):
         if header is None:
             header = [name.strip() for name in row]
             continue
-        if len(row) < len(header):
-            raise ConfigError(f"{where}: expected {len(header)} columns, got {len(row)}")
+        if lacking := set(header[len(row) :]) & set(kind.__struct_encode_fields__):
+            raise ConfigError(
+                f"{where}: expected {len(header)} columns, got {len(row)}; the row lacks "
+                f"{','.join(sorted(lacking))}"
+            )
         cells = dict(zip(header, map(str.strip, row), strict=False))
         try:
             yield where, msgspec.convert(cells, kind, strict=False)
@@ -81,8 +90,7 @@ def read_table(path: Path, kind: type[Line], what: str) -> Iterator[tuple[str, L
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read {what} {path}: {why}") from error
     wanted = kind.__struct_fields__
-    header = [name.strip() for name in (lines[0] if lines else "").split(",")]
-    if missing := set(wanted) - set(header):
+    if missing := set(wanted) - set(_header(path, lines)):
         raise ConfigError(
             f"{what} {path}:1: expected the columns {','.join(wanted)}; it lacks "
             f"{','.join(sorted(missing))}"
@@ -139,7 +147,7 @@ class OutcomeLine(msgspec.Struct):
 
 def csv_reader(path: Path, lines: list[str]) -> Reader:
     """Return which of the kinds of CSV it is: the columns say. Raises `ConfigError`."""
-    header = [name.strip() for name in (lines[0] if lines else "").split(",")]
+    header = _header(path, lines)
     for columns, reader in (
         (AZURE_COLUMNS, read_azure),
         (BURSTGPT_COLUMNS, read_burstgpt),

@@ -146,6 +146,16 @@ def test_options_that_cannot_be_are_refused(
         make_step_times("operators", {**write_tables(tmp_path), **change})
 
 
+def test_a_table_may_quote_its_header_and_lack_what_is_not_used_in_a_row(tmp_path: Path) -> None:
+    options = write_tables(tmp_path)
+    plain = make_step_times("operators", options)
+    path = tmp_path / "card-dense.csv"
+    path.write_text(
+        path.read_text().replace("layer,tokens,time_us", '"layer","tokens",time_us,note')
+    )
+    assert microseconds(make_step_times("operators", options), 1, 64) == microseconds(plain, 1, 64)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [

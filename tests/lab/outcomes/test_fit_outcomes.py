@@ -108,6 +108,7 @@ def test_a_log_without_full_memory_is_refused_in_words() -> None:
     [
         ("arrival_s,client\n1,2\n", "lacks latency_s,output_tokens,prompt_tokens,ttft_s"),
         ("{columns}\n1,a,5,5,0.5,x\n", ":2: .*latency_s"),
+        ("{columns},note\n1,a,5,5,0.5\n", ":2: expected 7 columns, got 5; .* lacks latency_s"),
         ("{columns}\n1,a,5,5,0.5,0.4\n", ":2: the last token came before the first"),
         ("{columns}\n", "has no requests"),
     ],
@@ -117,6 +118,16 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path, text: str, words: 
     path.write_text(text.format(columns=",".join(Outcome.__struct_fields__)))
     with pytest.raises(ConfigError, match=words):
         read_outcomes(path)
+
+
+def test_a_file_may_quote_its_header_and_lack_what_is_not_used_in_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "o.csv"
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
+        rows.writerow([*Outcome.__struct_fields__, "note"])
+        rows.writerow([1, "a", 5, 7, 0.5, 1.5, "x"])
+        rows.writerow([2, "b", 6, 8, 0.5, 1.5])
+    assert [(o.client, o.latency_s) for o in read_outcomes(path)] == [("a", 1.5), ("b", 1.5)]
 
 
 def test_prompts_are_longer_by_what_the_server_puts_around_them(tmp_path: Path) -> None:

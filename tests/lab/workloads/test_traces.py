@@ -47,6 +47,18 @@ def test_azure_rows_become_requests_in_order_of_time(tmp_path: Path) -> None:
     ]
 
 
+def test_column_names_may_be_in_quotes(tmp_path: Path) -> None:
+    quoted = AZURE.replace(AZURE.splitlines()[0], '"TIMESTAMP","ContextTokens", GeneratedTokens')
+    plain = read_trace(write(tmp_path, "a.csv", AZURE))
+    assert read_trace(write(tmp_path, "a.csv", quoted)) == plain
+
+
+def test_columns_that_are_not_used_may_be_missing_at_the_end_of_a_row(tmp_path: Path) -> None:
+    noted = AZURE.replace("GeneratedTokens", "GeneratedTokens,note,more").replace(",44", ",44,x")
+    plain = read_trace(write(tmp_path, "a.csv", AZURE))
+    assert read_trace(write(tmp_path, "a.csv", noted)) == plain
+
+
 def test_time_zones_of_the_2024_traces_are_read(tmp_path: Path) -> None:
     text = AZURE.replace("6805900,", "680590+00:00,").split("\n")
     trace = read_trace(write(tmp_path, "a.csv", "\n".join(text[:2])))
