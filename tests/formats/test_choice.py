@@ -17,7 +17,15 @@ from aioserve.features.formats import (
     choose,
     load_format,
 )
-from aioserve.features.formats.json_formats import HermesParser, Llama3Parser, MistralParser
+from aioserve.features.formats.call_block import KimiK2Parser
+from aioserve.features.formats.json_formats import (
+    HermesParser,
+    Llama3Parser,
+    MistralParser,
+    PlainJsonParser,
+)
+from aioserve.features.formats.noted_calls import Gemma4Parser
+from aioserve.features.formats.tagged import SeedOssParser, Tags
 from tests.formats.channels import ChannelFormat
 
 CHANNELS = f"{Path(__file__).with_name('channels.py')}:ChannelFormat"
@@ -84,6 +92,47 @@ def test_a_format_that_ships_is_found_by_the_least_evidence(name):
     for template in LEAST[name]:
         assert load_format(name).evidence(template) is not None
         assert choose("auto", "auto", template).name == name
+
+
+@pytest.mark.parametrize("base", [KimiK2Parser, Gemma4Parser, SeedOssParser, MistralParser])
+def test_the_signs_that_a_format_states_hold_for_formats_derived_from_it(base):
+    stated = type("Stated", (base,), {"signs": ("<mine>",)})
+    derived = type("Derived", (stated,), {})
+    assert derived.evidence("<mine>") == "<mine>"
+    assert derived.evidence(base.signs[0]) is None
+    assert type("Hidden", (base,), {"signs": ()}).evidence(base.signs[0]) is None
+
+
+def test_a_format_that_states_other_marks_and_no_signs_is_found_by_these_marks():
+    tags = Tags(("<t>", "</t>"), ("<f>", ">", "</f>"), ("<p>", ">", "</p>"), "")
+    others = [
+        type("Block", (KimiK2Parser,), {"block": "<t>"}),
+        type("Noted", (Gemma4Parser,), {"marked": ("<t>", "</t>")}),
+        type("Tagged", (SeedOssParser,), {"tags": tags}),
+    ]
+    for format_ in others:
+        assert (format_.evidence("<t>"), format_.evidence("<tool>")) == ("<t>", None)
+
+
+def test_a_format_without_signs_and_evidence_is_refused_when_it_is_loaded(tmp_path):
+    path = tmp_path / "mine.py"
+    example = (Path(__file__).parents[2] / "examples/bracket_format.py").read_text()
+    stated = "    signs = (_OPEN,)\n"
+    assert stated in example
+    path.write_text(example.replace(stated, ""))
+    with pytest.raises(ConfigError, match=r"mine\.py' does not implement signs$"):
+        load_format(str(path))
+    derived = "\n\nclass Shown(BracketFormat):\n    signs = (_OPEN,)\n"
+    path.write_text(example.replace(stated, "") + derived)
+    assert load_format(str(path)).evidence("[call add]") == "[call "
+    path.write_text(example.replace(stated, "    signs = ()\n"))
+    assert load_format(str(path)).evidence("[call add]") is None
+    evidence = (
+        "    @classmethod\n    def evidence(cls, template):\n        return template or None\n"
+    )
+    path.write_text(example.replace(stated, evidence))
+    assert load_format(str(path)).evidence("[call add]") == "[call add]"
+    assert PlainJsonParser.evidence("[call add]") is None
 
 
 def test_only_formats_that_a_template_may_show_are_loaded():

@@ -21,7 +21,7 @@ from aioserve.engine.chat.reply_grammar import (
     json_rule,
     repeated,
 )
-from aioserve.features.formats.call_parser import CallParser
+from aioserve.features.formats.call_parser import CallParser, unstated_signs
 from aioserve.features.formats.text import JsonValue, any_of, match_end
 
 _HEADER = re.compile(r"[^<\n]*")
@@ -44,12 +44,11 @@ class CallBlockParser(CallParser):
     between: ClassVar[str] = ""
     #: What may stand around the arguments; empty texts where nothing may.
     fences: ClassVar[tuple[str, str]] = ("", "")
+    signs = unstated_signs(lambda cls: (cls.block,))
     _opening: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "signs" not in vars(cls):
-            cls.signs = (cls.block,)
         cls.markers = (cls.block, cls.call, cls.sep, cls.call_end, cls.block_end)
         cls._opening = any_of([cls.block, cls.call])
 

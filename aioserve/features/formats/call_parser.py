@@ -280,6 +280,25 @@ def _is_call(raw: str) -> bool:
 # turns out to be no call. Knows no format.
 
 
+class _UnstatedSigns:
+    def __init__(self, default: Callable[[Any], tuple[str, ...]] | None) -> None:
+        self._default = default
+        self.__isabstractmethod__ = default is None
+
+    def __get__(self, instance: object, kind: Any) -> Any:
+        if self._default is not None:
+            return self._default(kind)
+        by_signs: Any = CallParser.evidence
+        return self if kind.evidence.__func__ is by_signs.__func__ else ()
+
+
+def unstated_signs(default: Callable[[Any], tuple[str, ...]] | None = None) -> Any:
+    """Return what stands for the `signs` of classes that state none: the default of each class.
+    Without a default, a class is abstract that has no method `evidence` either.
+    """
+    return _UnstatedSigns(default)
+
+
 class CallParser(ReplyFormat):
     """A format of calls alone: reasoning is read before it, by its marks.
 
@@ -293,7 +312,7 @@ class CallParser(ReplyFormat):
     """
 
     #: Texts of which a chat template of the family has one, unless `evidence` says otherwise.
-    signs: ClassVar[tuple[str, ...]] = ()
+    signs: ClassVar[tuple[str, ...]] = unstated_signs()
     #: Whether calls without marks are read where they are all of a reply.
     reads_bare: ClassVar[bool] = False
 

@@ -315,6 +315,7 @@ class PlainJsonParser(CallParser):
     are any; for the next call, what follows one. No template shows that its model writes so.
     """
 
+    signs = ()
     has_text_before = False
 
     def __init__(self, functions: Sequence[Function], prompt_end: str = "") -> None:

@@ -32,6 +32,7 @@ from aioserve.features.formats import (
     match_end,
     repeated,
 )
+from aioserve.features.formats.call_parser import unstated_signs
 from aioserve.features.formats.notation import (
     GEMMA,
     PYTHON,
@@ -55,6 +56,7 @@ class NotedCallParser(CallParser):
     #: What stands around all calls between the marks, and between two of them.
     listed: ClassVar[tuple[str, str, str]] = ("[", ", ", "]")
     before_name: ClassVar[str] = ""
+    signs = unstated_signs(lambda cls: cls.marked[:1])
 
     @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
@@ -200,7 +202,6 @@ class Gemma4Parser(NotedCallParser):
 
     notation = GEMMA
     marked = ("<|tool_call>", "<tool_call|>")
-    signs = marked[:1]
     listed = ("", "", "")
     before_name = "call:"
     marks = Marks("<|channel>thought", "<channel|>")
@@ -242,7 +243,6 @@ class Olmo3Parser(NotedCallParser):
 
     notation = PYTHON._replace(words=("true", "false", "null"))
     marked = ("<function_calls>", "</function_calls>")
-    signs = marked[:1]
     listed = ("\n", "\n", "\n")
     markers = marked
 

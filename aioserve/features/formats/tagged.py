@@ -29,7 +29,7 @@ from aioserve.engine.chat.reply_grammar import (
     text_until,
     whole_pattern,
 )
-from aioserve.features.formats.call_parser import CallParser
+from aioserve.features.formats.call_parser import CallParser, unstated_signs
 from aioserve.features.formats.text import (
     JsonValue,
     any_of,
@@ -490,13 +490,12 @@ class TaggedParser(ArgumentParser):
 
     #: Whether a call may stand alone, without the tags around it; then only of a known tool.
     may_be_bare: ClassVar[bool] = False
+    signs = unstated_signs(lambda cls: (cls.tags.opening,))
     _opening: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if hasattr(cls, "tags"):
-            if "signs" not in vars(cls):
-                cls.signs = (cls.tags.opening,)
             bare = [cls.tags.call[0]] if cls.may_be_bare else []
             cls._opening = any_of([cls.tags.opening, *bare])
 
