@@ -22,7 +22,7 @@ from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestSpec, RequestStatus
-from aioserve.scheduler import BaseScheduler, SchedulerOutput
+from aioserve.scheduler import BaseScheduler, RequestQueue, SchedulerOutput
 from aioserve.testing.side_effects import is_ours
 from aioserve.testing.violation import ContractViolation, RouterViolation
 
@@ -120,8 +120,9 @@ class SlowestCall:
 SLOWEST: dict[type, SlowestCall] = {}  # by policy, for the report at the end of a test run
 
 #: Methods in C that look at a whole list, tuple or deque: one call counts as a line for each item;
-#: but no `insert` of aioserve's own, whose waiting line moves pointers when a request is preempted.
+#: but no `insert` of the waiting line, which moves pointers when a request is preempted.
 WALKS = frozenset({"count", "index", "remove", "insert", "copy"})
+WAITING_LINE = RequestQueue.__module__
 
 #: How often each line ran, by the code that it is of, and what its calls walked through in C.
 Lines = Counter[tuple[CodeType, int]]
@@ -144,7 +145,7 @@ def count_lines(call: Callable[[], T], lines: Lines, skips: Container[str] = ())
         if event == "c_call" and (name := getattr(function, "__name__", "")) in WALKS:
             line = getattr(function, "__self__", None)
             if isinstance(line, list | tuple | deque):
-                if name != "insert" or not is_ours(frame.f_globals.get("__name__", "")):
+                if name != "insert" or frame.f_globals.get("__name__") != WAITING_LINE:
                     lines[frame.f_code, frame.f_lineno] += len(line)
 
     before, was_profiled = sys.gettrace(), sys.getprofile()

@@ -3,6 +3,7 @@
 import re
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
@@ -10,6 +11,7 @@ from aioserve.policies.fair import FairScheduler
 from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve.errors import ConfigError, PolicyError
+from aioserve.fleet import autoscalers
 from aioserve.outputs import FinishReason
 from aioserve.params import SamplingParams, StructuredOutputs
 from aioserve.request import Request, RequestSpec
@@ -185,8 +187,14 @@ def test_an_error_of_the_policy_is_tolerated_if_the_test_says_so() -> None:
 
 
 def test_an_insert_of_a_policy_costs_by_the_items_and_one_of_the_waiting_line_does_not() -> None:
-    own, of_policy, of_line = list(range(500)), Lines(), Lines()
-    count_lines(lambda: own.insert(0, 1), of_policy)
+    own, of_policy, of_shipped, of_line = list(range(500)), Lines(), Lines(), Lines()
+
+    def insert(items: list[int]) -> None:
+        items.insert(0, 1)
+
+    count_lines(partial(insert, own), of_policy)
+    shipped = FunctionType(insert.__code__, vars(autoscalers))  # as if it were of that module
+    count_lines(partial(shipped, own), of_shipped)
     queue = RequestQueue()
     for number in range(500):
         request = Request(RequestSpec(str(number), [1], SamplingParams()))
@@ -194,6 +202,7 @@ def test_an_insert_of_a_policy_costs_by_the_items_and_one_of_the_waiting_line_do
         of_line.clear()
         count_lines(partial(queue.add, request), of_line)
     assert of_policy.total() >= 500 > of_line.total() > 0
+    assert of_shipped.total() >= 500
 
 
 def test_the_program_of_the_page_on_writing_a_policy_runs() -> None:
