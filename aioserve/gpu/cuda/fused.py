@@ -1,6 +1,7 @@
 """A fused decoder's operations on a device: cuBLAS for the products, Triton for the rest.
 
-Knows the seams of `runner.fused`; knows nothing about model classes. Last, latent attention.
+Knows the seams of `runner.fused`, and last, the modules whose latent states are attended to; knows
+no other model class.
 """
 
 from typing import Any
@@ -102,8 +103,8 @@ class CudaPlace(Place):
 # per token and layer, in the place of 40,960. Knows modules; knows nothing about pages.
 
 
-_NUM_STATES = 8  # of noise, on which both are compared
-#: How far they may be from each other, as a share: rounding, of two-byte types in a product.
+_NUM_STATES = 8  # of noise, from which a module and its `Heads` each make keys and values
+#: How far these may be from each other, as a share: rounding, of two-byte types in a product.
 _TOLERANCE = {torch.float32: 1e-4}
 _TOLERANCE_OF_HALVES = 0.02
 

@@ -1,7 +1,7 @@
 """The same requests under several configurations: which is better, by how much, and is it sure?
 
-Runs every configuration on every seed, in rounds, and puts all numbers into one document of plain
-data. Knows nothing about how it is shown.
+Runs every configuration on every seed, in rounds, groups the requests by client and by class, and
+puts all numbers into one document of plain data. Knows nothing about how it is shown.
 """
 
 from collections import defaultdict
