@@ -111,6 +111,7 @@ class NgramDrafter(Drafter):
     """Guesses for each row of the persistent batch, as long as `length` says that they pay."""
 
     length: TextDraftLength
+    reads_texts_alone = True
 
     def __init__(self, size: int, store_tokens: int, length: TextDraftLength) -> None:
         """`size`: tokens that must agree. `store_tokens`: of earlier outputs that are kept,

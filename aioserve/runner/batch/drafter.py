@@ -68,6 +68,9 @@ class Drafter(ABC):
     """
 
     length: DraftLengths
+
+    #: Whether `guesses` reads no `inputs`, whose arrays the next step may then overwrite.
+    reads_texts_alone: bool = False
     #: What it has of each KV block, [num_blocks, ...], beside the KV cache: goes where the block
     #: goes.
     kept: Sequence[Tensor] = ()
@@ -196,6 +199,10 @@ class DraftRows(BatchPart[bool]):
     def extend(self, row: int, block_ids: Sequence[int]) -> None:
         if self.drafter is not None:
             self.drafter.take_blocks(block_ids)
+
+    @property
+    def keeps_inputs(self) -> bool:
+        return self.drafter is None or self.drafter.reads_texts_alone
 
     def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
         if asked := step.draft_lengths:

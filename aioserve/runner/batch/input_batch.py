@@ -71,7 +71,9 @@ class BatchPart(ABC, Generic[T]):
 
     @property
     def keeps_inputs(self) -> bool:
-        """Whether `prepare` adds nothing, so that a step may have the arrays of the last one."""
+        """Whether `prepare` adds nothing to steps without drafts and `draft_lengths`, and keeps no
+        step, so that a step may have the arrays of the last one.
+        """
         return type(self).prepare is BatchPart.prepare
 
     def may_cut(self, row: int) -> bool:
@@ -321,6 +323,7 @@ class InputBatch:
             repeated is not None
             and repeated.counts is step.num_scheduled_tokens
             and not step.scheduled_spec_decode_tokens
+            and not step.draft_lengths
             and self._repeat(repeated)
         ):
             return repeated.inputs
@@ -345,6 +348,7 @@ class InputBatch:
                 and is_same
                 and len(sampling) == num_reqs
                 and not drafts
+                and not step.draft_lengths
                 and all(part.keeps_inputs or not part.rows for part in self.parts)
             ):
                 self._repeated = repeated = self._make_repeated(step, inputs)
