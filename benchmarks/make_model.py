@@ -87,7 +87,7 @@ def shapes_of(model: Path) -> dict[str, tuple[int, ...]]:
 def make_adapter(
     model: Path, path: Path, rank: int, seed: int, layers: Sequence[str] = PROJECTIONS
 ) -> Path:
-    """Write a random and small adapter of a model's layers of these names, and return `path`."""
+    """Write a small LoRA adapter of random numbers for `layers` of a model; return `path`."""
     import numpy as np
     from safetensors.numpy import save_file
 

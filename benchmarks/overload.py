@@ -57,7 +57,7 @@ program = Program(__doc__)
 
 
 def steps_of(ms: int) -> list[str]:
-    """Words for a server whose steps take that many milliseconds, whoever is in them."""
+    """Return arguments of a server whose steps all take `ms` milliseconds, whatever they hold."""
     words = ["--runner", "simulated", "--step-base-ms", str(ms)]
     return [*words, "--step-decode-us", "0", "--step-context-token-us", "0"]
 
@@ -502,7 +502,7 @@ def again(data: bytes, per_second: float) -> Callable[[str, int], Coroutine[Any,
 
 
 async def never_reads(host: str, port: int) -> None:
-    """Eight streams that nobody reads: their tokens are computed, as everybody's."""
+    """Start eight streams that no client reads; their tokens are computed like those of others."""
     body = json.dumps({**BODY, "max_tokens": 3000}).encode()
     held = []
     for _ in range(8):

@@ -305,7 +305,7 @@ class Soak:
         self.counts["aborted"] += 1
 
     def step(self) -> None:
-        """One step of vLLM."""
+        """Run one step of vLLM, and compare the replies that end in it with the expected ones."""
         for output in self.engine.step():
             if not output.finished:
                 continue
@@ -322,7 +322,7 @@ class Soak:
                     self.wrong.append(f"{name}: another reply to prompt {place} than when idle")
 
     def change(self) -> None:
-        """What an operator does."""
+        """Switch the policy, pause, or reset the prefix cache, at random, as an operator may."""
         kind = self.dice.random()
         if kind < 0.7:
             self.scheduler.switch(self.dice.choice(POLICIES))

@@ -465,8 +465,8 @@ def check_fleet_cost(name: str, what: str, count: Callable[[int], Lines]) -> Non
 
 
 def sizes_of_own(made: object, shared: Container[str]) -> dict[str, int]:
-    """Return the bytes behind each attribute of `made` that is not one of the `shared` names, nor
-    part of these.
+    """Return the bytes behind each attribute of `made` whose name is not in `shared`, without
+    what the shared ones hold as well.
     """
     held = vars(made)
     theirs = {id(value) for name, value in held.items() if name in shared} | {id(made), id(held)}

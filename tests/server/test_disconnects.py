@@ -124,7 +124,7 @@ async def test_a_reader_that_stops_reading_delays_nobody_and_loses_nothing(
     start_server, return_token_ids
 ):
     async with start_server(runner={"step_base_ms": 0}) as server:
-        # else the kernel takes everything, and nobody feels that a reader has stopped
+        # with a larger buffer the kernel takes all that is sent, and the server never waits
         server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         fields = {"max_tokens": 2000, "ignore_eos": True, "return_token_ids": return_token_ids}
         slow = await RawClient.post(server, prompt="Slow", stream=True, **fields)

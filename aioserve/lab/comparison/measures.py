@@ -650,7 +650,7 @@ def key(row: Row) -> str:
 
 
 def rows_of(columns: Iterable[tuple[str, str]]) -> list[Row]:
-    """Return the rows of these measures and statistics."""
+    """Return the table's rows of `columns`, each a measure and a statistic."""
     by_name = {(row.measure, row.statistic): row for row in ROWS}
     return [by_name[column] for column in columns]
 

@@ -200,9 +200,9 @@ class DraftRows(BatchPart[bool]):
         if self.drafter is not None:
             self.drafter.take_blocks(block_ids)
 
-    @property
-    def keeps_inputs(self) -> bool:
-        return self.drafter is None or self.drafter.reads_texts_alone
+    def keeps_inputs(self, step: SchedulerOutput) -> bool:
+        reads_arrays = self.drafter is not None and not self.drafter.reads_texts_alone
+        return not step.draft_lengths and not reads_arrays
 
     def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
         if asked := step.draft_lengths:

@@ -69,11 +69,11 @@ class BatchPart(ABC, Generic[T]):
     ) -> None:
         """Note the tokens that are kept of each of `rows`, some of which had `drafts`."""
 
-    @property
-    def keeps_inputs(self) -> bool:
-        """Whether `prepare` adds nothing to steps without drafts and `draft_lengths`, and keeps no
-        step, so that a step may have the arrays of the last one.
+    def keeps_inputs(self, step: SchedulerOutput) -> bool:
+        """Return whether `prepare` adds nothing to a step without drafts, and keeps none, so that
+        the step may have the arrays of the last one.
         """
+        del step
         return type(self).prepare is BatchPart.prepare
 
     def may_cut(self, row: int) -> bool:
@@ -203,9 +203,16 @@ class _RepeatedStep:
     """
 
     def __init__(
-        self, counts: Mapping[str, int], inputs: StepInputs, bases: Sequence[IntArray]
+        self,
+        counts: Mapping[str, int],
+        inputs: StepInputs,
+        bases: Sequence[IntArray],
+        parts: Sequence[BatchPart[Any]],
     ) -> None:
-        """`bases`: the places of the rows' first numbers in the tables of tokens and of blocks."""
+        """`bases`: the places of the rows' first numbers in the tables of tokens and of blocks.
+        `parts`: those of the batch that have rows.
+        """
+        self.parts = parts
         self.counts = counts  # of the scheduler: steps of the same rows share them
         self.inputs = inputs
         self.token_base, self.block_base = bases
@@ -323,7 +330,7 @@ class InputBatch:
             repeated is not None
             and repeated.counts is step.num_scheduled_tokens
             and not step.scheduled_spec_decode_tokens
-            and not step.draft_lengths
+            and all(part.keeps_inputs(step) for part in repeated.parts)
             and self._repeat(repeated)
         ):
             return repeated.inputs
@@ -348,8 +355,7 @@ class InputBatch:
                 and is_same
                 and len(sampling) == num_reqs
                 and not drafts
-                and not step.draft_lengths
-                and all(part.keeps_inputs or not part.rows for part in self.parts)
+                and all(part.keeps_inputs(step) or not part.rows for part in self.parts)
             ):
                 self._repeated = repeated = self._make_repeated(step, inputs)
                 return repeated.inputs
@@ -379,7 +385,9 @@ class InputBatch:
         num_columns = int(self._num_blocks[rows].max(initial=1)) + SPARE_COLUMNS
         table = np.ascontiguousarray(self._block_table[rows, :num_columns])
         bases = [rows * found.shape[1] for found in (self._token_ids, self._block_table)]
-        return _RepeatedStep(step.num_scheduled_tokens, replace(inputs, block_table=table), bases)
+        parts = [part for part in self.parts if part.rows]
+        inputs = replace(inputs, block_table=table)
+        return _RepeatedStep(step.num_scheduled_tokens, inputs, bases, parts)
 
     def _repeat(self, repeated: _RepeatedStep) -> bool:
         """Write into its arrays where its rows are now. False: they are not those of a step of one

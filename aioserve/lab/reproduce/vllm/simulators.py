@@ -107,7 +107,7 @@ def _scores(errors: Errors) -> dict[str, Score]:
 
 
 def csv_text(head: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
-    """Return a CSV file of these lines below a head."""
+    """Return the text of a CSV file: the names of columns in `head`, then `lines`."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([head, *lines])
     return out.getvalue()
