@@ -204,21 +204,41 @@ def test_rows_that_share_a_prefix_get_the_bits_that_each_gets_alone(
     assert torch.equal(torch.cat(alone), together)
 
 
-@DTYPES
-def test_verified_drafts_meet_the_weights_of_decodes(kernels: Kernels, dtype: torch.dtype) -> None:
-    """Where their weights were rounded, a third of the numbers would differ by a bit."""
-    if kernels.variant == "avx512_bf16" and dtype == torch.bfloat16:
-        pytest.skip("its products of pairs round all weights, relative to the highest score so far")
-    step = make_step([(5, 900)], dtype)
-    for token, verified in enumerate(step.run(kernels)):
-        decode = Step(
-            *(step.query[token : token + 1], step.key_cache, step.value_cache, step.block_table),
-            *(torch.tensor([0, 1]), torch.tensor([896 + token])),
-        )
-        [alone] = decode.run(kernels)
-        torch.testing.assert_close(verified, alone, rtol=TOLERANCE[dtype], atol=1e-5)
-        if dtype != torch.float32:
-            assert float((verified == alone).double().mean()) > 0.97
+@pytest.mark.parametrize(
+    ("dtype", "as_codes", "in_bytes"),
+    [
+        *((dtype, False, False) for dtype in TOLERANCE),
+        *((torch.bfloat16, True, in_bytes) for in_bytes in (False, True)),
+    ],
+    ids=["f32", "bf16", "f16", "codes", "bytes"],
+)
+@pytest.mark.parametrize("window", [None, 100, 600])
+@pytest.mark.parametrize(("heads", "dim"), [((6, 2), 64), ((9, 1), 64), ((2, 2), 80)])
+def test_drafts_that_are_verified_get_the_bits_of_decodes(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    as_codes: bool,
+    in_bytes: bool,
+    window: int | None,
+    heads: tuple[int, int],
+    dim: int,
+) -> None:
+    """Contexts end on both sides of where they are cut, as what a token sees begins."""
+    rows = [(9, 20), (2, 77), (16, 520), (9, 1030), (5, 1115), (7, 1627)]
+    step = make_step(rows, dtype, heads, (dim, dim), as_codes=as_codes)
+    options = {"sliding_window": window, "sinks": torch.linspace(-1, 1, heads[0])}
+    verified, starts = step.run(kernels, in_bytes=in_bytes, **options), step.query_start_loc
+    for row, (count, length) in enumerate(rows):
+        for token in range(count):
+            place = int(starts[row]) + token
+            decode = step._replace(
+                query=step.query[place : place + 1],
+                block_table=step.block_table[row : row + 1],
+                query_start_loc=torch.tensor([0, 1]),
+                seq_lens=torch.tensor([length - count + token + 1]),
+            )
+            alone = decode.run(kernels, in_bytes=in_bytes, **options)
+            assert torch.equal(alone, verified[place : place + 1])
 
 
 def test_queries_may_lie_in_a_wider_row(kernels: Kernels) -> None:

@@ -174,7 +174,7 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
         if (step == 2) memcpy(queries + r * lanes, query, key_dim * sizeof(T));
         else for (int64_t d = 0; d < key_dim; d += W)
             store_f32(queries + r * lanes + d, is_direct ? LOAD_QUERY(query, d) : LOAD(query + d));
-        int has_sink = args->sinks && work->piece == 0;
+        int has_sink = args->sinks && is_first_piece(args, work, r / group);
         maxima[r] = has_sink ? args->sinks[head] * LOG2E : NOTHING_SEEN;
         store_f32(totals + r * W, (vf){has_sink});
     }
@@ -295,7 +295,7 @@ static void NAME(combine)(const attention *args, const item *work) {
         for (int64_t d = 0; d < value_dim; d += W) {
             vf v = {0};
             for (int64_t i = 0; i < count; i++) v += shares[i] * load_f32(sums + i * size + d);
-            STORE(result + d, v / total);
+            STORE(result + d, v * (1.f / total));  // as of a context that is one piece
         }
     }
 }

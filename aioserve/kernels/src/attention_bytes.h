@@ -34,7 +34,7 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
         float numbers[key_dim];
         for (int64_t d = 0; d < key_dim; d += W) store_f32(numbers + d, LOAD(query + d));
         rounded[r] = round_query(numbers, key_dim, queries + r * lanes);
-        int has_sink = args->sinks && work->piece == 0;
+        int has_sink = args->sinks && is_first_piece(args, work, r / group);
         maxima[r] = has_sink ? args->sinks[head] * LOG2E : NOTHING_SEEN;
         store_f32(totals + r * W, (vf){has_sink});
     }

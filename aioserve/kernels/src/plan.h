@@ -7,7 +7,7 @@
 
 // Measured, on Zen 5 with heads of 64:
 #define TILE 128          // keys packed at a time: both packed tiles fit the first-level cache
-#define SMALL_TILE 2      // units, to twice as many, where a row has few queries: memory keeps busy
+#define SMALL_TILE 2      // units, where a row has few queries: memory keeps busy
 #define FAR_BYTES 1024    // of K or V that one line, fetched two tiles ahead, brings along
 #define PIECE 512         // keys of one item, where a row has few queries
 #define FEW_QUERIES 16    // tokens of a row, up to which its context is cut into pieces
@@ -22,12 +22,8 @@
 #endif
 #ifdef __AMX_BF16__  // makes short work of products, so that packing counts
 #define ITEM_NUMBERS (ITEM_ROWS * 512)
-// AMX rounds the weights of attention to bfloat16. Rows of few queries, drafts among them, read K and V
-// directly with float weights, as decodes do.
-#define FEW_DIRECT_ROWS INT64_MAX
 #else
 #define ITEM_NUMBERS 0
-#define FEW_DIRECT_ROWS DIRECT_ROWS
 #endif
 #define NOTHING_SEEN -1e30f  // finite: -inf less -inf would be NaN
 #define PARALLEL_ATTENTION_FROM (1 << 18)  // products; fewer take some microseconds
@@ -91,16 +87,17 @@ INLINE int64_t end_seen(const attention *args, const item *work, int64_t token) 
     return args->ends ? args->ends[work->queries[token]] : work->position + token + 1;
 }
 
+// Whether this is the first piece of a context of which a token of the item sees anything: there a sink
+// counts, once.
+INLINE int is_first_piece(const attention *args, const item *work, int64_t token) {
+    return work->pieces == 1 ||
+           first_seen(args, work->position + token) / PIECE == work->first_key / PIECE;
+}
+
 // Addresses, side by side.
 #define AT_A_TIME 8
 typedef int64_t addresses __attribute__((vector_size(8 * AT_A_TIME)));
 #define ADDRESS_INDEXES ((addresses){0, 1, 2, 3, 4, 5, 6, 7})
-
-// Keys at a time, of `count`. About as many each, as what is next is fetched beside them.
-static int64_t tile_of(const attention *args, int64_t count) {
-    const int64_t least = SMALL_TILE * args->unit, tiles = count < least ? 1 : count / least;
-    return ((count + tiles - 1) / tiles + args->unit - 1) / args->unit * args->unit;
-}
 
 // Fill in the items of a row of many queries, if `items` is not null. Returns their number.
 static int64_t plan_many(const attention *args, const row *own, item *items) {
@@ -132,7 +129,8 @@ INLINE int is_shared(const row *a, const row *b, int64_t piece) {
 }
 
 // The same of rows[r] of few queries. Its context is cut into pieces. What it shares with the row
-// before is in an item of that one, but for one in `at_once` rows, which begins a new one.
+// before is in an item of that one, but for one in `at_once` rows, which begins a new one. All of
+// them read K and V as decodes do, in the same tiles: a draft that is verified has the bits of a decode.
 static int64_t plan_few(const attention *args, const row *rows, int64_t r, int64_t end,
                         float *const *partials, item *items) {
     const row *own = rows + r;
@@ -150,9 +148,8 @@ static int64_t plan_few(const attention *args, const row *rows, int64_t r, int64
         work.first_key = larger(start, begin);
         work.end_key = smaller(start + PIECE, own->seq_len);
         if (next > r + 1) work.position = work.end_key;
-        work.start = work.first_key / args->unit * args->unit;
-        work.tile = tile_of(args, work.end_key - work.start);
-        work.is_direct = per_row <= FEW_DIRECT_ROWS;
+        work.tile = SMALL_TILE * args->unit, work.start = work.first_key / work.tile * work.tile;
+        work.is_direct = 1;
         work.piece = piece, work.pieces = pieces, work.partials = partials;
         for (; work.kv_head < args->kv_heads; work.kv_head++, count++)
             if (items) items[count] = work;
