@@ -572,6 +572,33 @@ asyncio.run(main())
 """
 
 
+#: As many objects at a time as a request of a token or two makes and drops.
+COUNTS_LOOKS = """
+import gc, sys
+from aioserve.server.app import exempt_from_garbage_collection
+
+def num_looks():
+    before = gc.get_stats()[0]["collections"]
+    for _ in range(100):
+        kept = [[] for _ in range(1000)]
+    return gc.get_stats()[0]["collections"] - before
+
+by_default = num_looks()
+exempt_from_garbage_collection()
+print(by_default > 90, num_looks())
+"""
+
+
+def test_what_a_request_needs_for_a_moment_is_gone_before_cycles_are_looked_for() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTS_LOOKS],
+        capture_output=True,
+        text=True,
+        timeout=COMPUTING_SECONDS,
+    )
+    assert done.stdout == "True 0\n", done.stderr
+
+
 @pytest.mark.slow
 def test_weights_are_given_back_by_a_process_that_has_frozen_them(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
