@@ -6,9 +6,10 @@ leaves open.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import cache
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -58,7 +59,6 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 WAYS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-_fields = cache(msgspec.structs.fields)
 
 
 def _keep_tuples(params: msgspec.Struct, names: Iterable[str]) -> None:
@@ -68,10 +68,21 @@ def _keep_tuples(params: msgspec.Struct, names: Iterable[str]) -> None:
             force_setattr(params, name, tuple(value))
 
 
-def _check_types(params: msgspec.Struct) -> None:
-    """Raises `RequestError` that names the field for a value of another type than the field's."""
-    for field in _fields(type(params)):
-        if (value := getattr(params, field.name)) is not field.default:
+@cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[Callable[[object], Iterable[Any]], list[Any]]:
+    """Return what gets all values of a struct, and its fields, in one order."""
+    fields = list(msgspec.structs.fields(kind))
+    return attrgetter(*(field.name for field in fields)), [(it.default, it) for it in fields]
+
+
+def _check_types(params: msgspec.Struct) -> dict[str, Any]:
+    """Return the values that are not the defaults, by field: the others need no look. Raises
+    `RequestError` that names the field for a value of another type than the field's.
+    """
+    values_of, fields = _fields(type(params))
+    stated: dict[str, Any] = {}
+    for value, (default, field) in zip(values_of(params), fields, strict=True):
+        if value is not default:
             try:
                 msgspec.convert(value, field.type)
             except msgspec.ValidationError as error:
@@ -79,6 +90,8 @@ def _check_types(params: msgspec.Struct) -> None:
 
                 words = f"{field.name} must be {expected(error)}, got {value!r:.80}"
                 raise RequestError(words, param=field.name) from None
+            stated[field.name] = value
+    return stated
 
 
 class StructuredOutputs(
@@ -191,6 +204,8 @@ MAX_ENTRIES = {
     "bad_words": MAX_BAD_WORDS,
     "bad_words_ids": 2 * MAX_BAD_WORDS,
 }
+#: Fields that a caller may give as lists.
+KEPT_LISTS = frozenset(("stop", "stop_token_ids", "allowed_token_ids", "bad_words"))
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -233,11 +248,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     output_kind: Literal["delta", "final_only"] = "delta"  # final_only: one output, at the end
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _keep_tuples(self, ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"))
+        stated = _check_types(self)
+        if stated.keys() & KEPT_LISTS:
+            _keep_tuples(self, KEPT_LISTS)
         for name, numbers in RANGES.items():
-            value = getattr(self, name)
-            if value is None or numbers.holds(value):
+            if name not in stated or (value := stated[name]) is None or numbers.holds(value):
                 continue
             asks_of_prompt_alone = name == "max_tokens" and value == 0
             if not asks_of_prompt_alone or self.prompt_logprobs is None:
@@ -249,8 +264,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
+        stops = self.stop_strings
         for name, limit in MAX_ENTRIES.items():
-            given = self.stop_strings if name == "stop" else getattr(self, name)
+            given = stops if name == "stop" else stated.get(name, ())
             if len(given) > limit:
                 raise RequestError(f"{name} must hold at most {limit}, got {len(given)}", name)
         if self.structured_outputs is not None:
@@ -271,18 +287,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     "may allow nothing",
                     param="allowed_token_ids",
                 )
-        self._check_bad_words()
-        if not all(self.stop_strings):
-            raise RequestError("stop must not contain an empty string", param="stop")
-        num_characters = sum(map(len, self.stop_strings))
-        if num_characters > MAX_STOP_CHARACTERS:
-            raise RequestError(
-                f"stop must hold at most {MAX_STOP_CHARACTERS} characters in all its strings "
-                f"together, got {num_characters}",
-                param="stop",
-            )
-        if self.stop_strings and not self.detokenize:
-            raise RequestError("stop strings need detokenize", param="stop")
+        if self.bad_words or self.bad_words_ids:
+            self._check_bad_words()
+        if stops:
+            self._check_stops(stops)
         for token_id, bias in (self.logit_bias or {}).items():
             if not BIAS_RANGE.holds(bias):
                 raise RequestError(
@@ -298,6 +306,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name, value in values.items():
             force_setattr(changed, name, value)
         return changed
+
+    def _check_stops(self, stops: tuple[str, ...]) -> None:
+        if not all(stops):
+            raise RequestError("stop must not contain an empty string", param="stop")
+        if (num_characters := sum(map(len, stops))) > MAX_STOP_CHARACTERS:
+            raise RequestError(
+                f"stop must hold at most {MAX_STOP_CHARACTERS} characters in all its strings "
+                f"together, got {num_characters}",
+                param="stop",
+            )
+        if not self.detokenize:
+            raise RequestError("stop strings need detokenize", param="stop")
 
     def _check_bad_words(self) -> None:
         for word in self.bad_words:
