@@ -85,7 +85,7 @@ def servers() -> list[Peer]:
 def ours(key: str, label: str, weights: str, activations: str | None = None) -> Peer:
     """Return the server of this checkout."""
     words = [sys.executable, "-m", "aioserve", "--model", str(FILES[weights]), "--port", "{port}"]
-    words += ["--log-level", "warning"]
+    words += ["--log-level", "warning", "--speculative-method", "none"]  # as the peers are served
     words += ["--activations", activations] if activations else []
     return Peer(key, label, weights, tuple(words), (FILES[weights],), ready="/ready")
 

@@ -93,7 +93,10 @@ SHARED: dict[str, Any] = {
 
 def overrides_of(args: Args) -> list[tuple[str, Any]]:
     """Return the settings that the live and the simulated side share."""
-    overrides: list[tuple[str, Any]] = [("cache.num_kv_blocks", NUM_KV_BLOCKS)]
+    overrides: list[tuple[str, Any]] = [
+        ("cache.num_kv_blocks", NUM_KV_BLOCKS),
+        ("speculation.speculative_method", "none"),  # what is repeated is not simulated
+    ]
     if args.threads is not None:
         overrides.append(("runner.threads", args.threads))
     return overrides

@@ -71,6 +71,7 @@ def known_servers(streams: int, args: Args) -> dict[str, dict[str, Any]]:
     for workers in args.workers:
         name = f"aioserve, {workers} workers" if workers else "aioserve"
         words = [sys.executable, "-m", "aioserve", "--port", "{port}", "--log-level", "warning"]
+        words += ["--speculative-method", "none"]  # tokens one by one, as vLLM's
         words += ["--api-workers", str(workers), *args.serve.split()]
         found[name] = {"program": [*words, *seats]}
     peer = vllm()

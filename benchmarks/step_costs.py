@@ -55,7 +55,7 @@ from typing import Any, NamedTuple
 import against
 from harness import Args, Opt, Program, Table
 
-from aioserve.config import SchedulerConfig
+from aioserve.config import SchedulerConfig, SpeculationConfig
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.params import SamplingParams
@@ -63,6 +63,7 @@ from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.scheduler import SchedulerInterface, load_policy
 
 BLOCK_SIZE = 16
+NO_DRAFTS = SpeculationConfig(speculative_method="none")  # every step is one token of each row
 
 program = Program(__doc__)
 
@@ -101,6 +102,7 @@ class RunnerWork:
             cache=CacheConfig(num_kv_blocks=case.running * blocks_each, block_size=BLOCK_SIZE),
             runner=RunnerConfig(threads=1),
             scheduler=SchedulerConfig(max_num_seqs=case.running),
+            speculation=NO_DRAFTS,
         )
         info = ModelInfo(config.model)
         self._executor = load_on_cpu(config, info)
@@ -461,6 +463,7 @@ async def measure_parts(path: Path, streams: int, args: Args) -> dict[str, Any]:
         cache=CacheConfig(num_kv_blocks=2 * blocks),
         runner=RunnerConfig(threads=args.threads),
         scheduler=SchedulerConfig(pipeline_depth=args.pipeline_depth),
+        speculation=NO_DRAFTS,
     )
     runner: Any = make_runner(config, ModelInfo(config.model))
     params = SamplingParams(max_tokens=args.steps, temperature=0, ignore_eos=True)

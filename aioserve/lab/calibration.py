@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from aioserve.config import EngineConfig
+from aioserve.config import EngineConfig, SpeculationConfig
 from aioserve.engine import AsyncEngine
 from aioserve.engine.clock import clock_of
 from aioserve.engine.prompt import MultimodalPrompt
@@ -397,7 +397,10 @@ async def _timed_engine(
         config.scheduler, policy="chunked_prefill", options={}, pipeline_depth=1
     )
     cache = msgspec.structs.replace(config.cache, enable_prefix_caching=False)
-    config = msgspec.structs.replace(config, scheduler=scheduler, cache=cache)
+    speculation = SpeculationConfig(speculative_method="none")  # a step has the tokens of the batch
+    config = msgspec.structs.replace(
+        config, scheduler=scheduler, cache=cache, speculation=speculation
+    )
     timer = StepTimer(make_runner(config, ModelInfo(config.model)))
     async with AsyncEngine(config, runner=timer) as engine:
         yield engine, timer
