@@ -129,6 +129,22 @@ def test_chunks_and_decodes_are_close_to_float64(
     assert_close_to_reference(step, step.run(kernels))
 
 
+@pytest.mark.parametrize("window", [None, 100])
+def test_scores_that_rise_along_a_context_are_close_to_float64(
+    kernels: Kernels, window: int | None
+) -> None:
+    """By more than floats have room for above those of the first keys, also on the diagonal."""
+    step = make_step(MIXED, torch.bfloat16)
+    for blocks, length in zip(step.block_table.tolist(), step.seq_lens.tolist(), strict=True):
+        for position in range(length):
+            step.key_cache[blocks[position // 16], :, position % 16] *= 1 + position // 5
+    together = step.run(kernels, sliding_window=window)
+    if window is None:
+        assert_close_to_reference(step, together)
+    alone = [step.run(kernels, slice(row, row + 1), sliding_window=window) for row in range(6)]
+    assert torch.equal(torch.cat(alone), together)
+
+
 def with_images(step: Step) -> Step:
     """The second half of each row's new tokens see each other, but for the last of many."""
     ends = []

@@ -121,7 +121,7 @@ def _speculation(features: Collection[str], model: BuiltModel) -> SpeculationCon
             )
     if "MTP" in features:
         return SpeculationConfig(speculative_method="mtp", num_speculative_tokens=3)
-    return SpeculationConfig(speculative_method="none")
+    return SpeculationConfig()
 
 
 def make_params(ask: Ask) -> SamplingParams | PoolingParams:

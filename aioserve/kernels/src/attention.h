@@ -1,10 +1,10 @@
 // Attention of packed queries over a paged KV cache, after FlashAttention-2 (Dao, 2023) and
 // Flash-Decoding. Included twice per element type: T, LOAD, STORE, NAME; DOTS where dot products
 // of bfloat16 pairs pay: a lane of 32 bits is then two numbers, else one float. TILES where AMX makes
-// such products of packed keys and values, and those that lie in the cache become floats. First for K and V
-// as they are, then as codes (codes.h): CODES; K, LOAD_K, ROW, OVER. Codes are whole numbers, so
-// they are exact in every type: scores are multiplied by the scales of their keys, and weights by
-// those of their values.
+// such products of packed keys and values (attention_many.h), and those that lie in the cache become
+// floats. First for K and V as they are, then as codes (codes.h): CODES; K, LOAD_K, ROW, OVER. Codes are
+// whole numbers, so they are exact in every type: scores are multiplied by the scales of their keys, and
+// weights by those of their values.
 //
 // The work is cut into items: some queries of one row, all their heads of one KV head, a range of
 // keys. Rows of few queries that read the same blocks there, a prefix in common, are one item. An
@@ -17,29 +17,19 @@
 #define STEP 2  // numbers per lane
 #define EXP2 exp2_rough
 #define MULTIPLY multiply_pairs
-#define PACKED_ROWS MAX_ROWS
-#elif defined(TILES)
-#define STEP 2
-#define EXP2(x) (step == 2 ? exp2_finite(x) : exp2_(x))
-#define PACKED_ROWS QUERY_ROWS
 #else
 #define STEP 1
 #define EXP2 exp2_
 #define MULTIPLY multiply_floats
-#define PACKED_ROWS MAX_ROWS
 #endif
-#define MOST_ROWS (PACKED_ROWS > DIRECT_ROWS ? PACKED_ROWS : DIRECT_ROWS)
+#define MOST_ROWS (MAX_ROWS > DIRECT_ROWS ? MAX_ROWS : DIRECT_ROWS)
 #ifdef CODES  // read directly they become floats
 #define DIRECT_STEP 1
 #define SCORE_KEYS score_keys_codes
 #define WEIGH_VALUES weigh_values_codes
 #define LOAD_QUERY(query, d) LOAD((query) + (d))
 #else
-#ifdef TILES
-#define DIRECT_STEP 1
-#else
 #define DIRECT_STEP STEP
-#endif
 #define SCORE_KEYS NAME(score_keys)
 #define WEIGH_VALUES NAME(weigh_values)
 #define LOAD_QUERY(query, d) LOAD_PART((query) + (d) / PART * PART, (d) / W % 2)
@@ -47,21 +37,20 @@
 
 #include "places.h"
 
-// Up to W * STEP of the `n` numbers at x, the rest 0.
-INLINE vf OVER(load_lanes)(const K *x, int64_t n) {
-#if STEP == 2 && defined(CODES)
+#if defined(DOTS) || defined(TILES)
+// Up to 2 * W of the `n` numbers at x, in pairs, the rest 0.
+INLINE vf OVER(load_pairs)(const K *x, int64_t n) {
+#ifdef CODES
     __m256i codes = _mm256_zextsi128_si256(_mm_loadu_si128((const void *)x));
-    if (n >= W * STEP) codes = _mm256_loadu_si256((const void *)x);
+    if (n >= 2 * W) codes = _mm256_loadu_si256((const void *)x);
     vi both = (vi)_mm512_cvtepu16_epi32(codes);
     return (vf)((vu)to_floats(both << 24 >> 24) >> 16 | (vu)to_floats(both << 16 >> 24));
-#elif STEP == 2
-    if (n < W * STEP) return (vf)_mm512_zextsi256_si512(_mm256_loadu_si256((const void *)x));
-    return load_f32((const float *)x);
 #else
-    (void)n;
-    return LOAD_K(x);
+    if (n < 2 * W) return (vf)_mm512_zextsi256_si512(_mm256_loadu_si256((const void *)x));
+    return load_f32((const float *)x);
 #endif
 }
+#endif
 
 // `count` rows of one token each to lanes [key_dim / STEP][TILE]: queries meet keys lane by lane.
 // `next` are the rows of the tile after this one.
@@ -72,7 +61,12 @@ static void OVER(pack_keys)(const K *const *keys, const K *const *next, int64_t 
         for (int64_t d = 0; d < key_dim; d += W * STEP) {
             vf lanes[W];
 #pragma GCC unroll 16
-            for (int i = 0; i < W; i++) lanes[i] = OVER(load_lanes)(keys[key + i] + d, key_dim - d);
+            for (int i = 0; i < W; i++)
+#if STEP == 2
+                lanes[i] = OVER(load_pairs)(keys[key + i] + d, key_dim - d);
+#else
+                lanes[i] = LOAD_K(keys[key + i] + d);
+#endif
             transpose(lanes);
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++) store_f32(packed + (d / STEP + i) * TILE + key, lanes[i]);
@@ -135,6 +129,10 @@ INLINE float OVER(soften)(const attention *args, const float *scales, int step, 
     return scale;
 }
 
+#ifdef TILES
+#include "attention_many.h"
+#endif
+
 // `after` is what this thread will probably do next, or null: its first tile is fetched meanwhile.
 static void OVER(attend_item)(const attention *args, const item *work, const item *after,
                               OVER(places) *places) {
@@ -142,29 +140,21 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
     const int64_t key_dim = args->key_dim, value_dim = args->value_dim;
     const int64_t position = work->position;
     const int is_direct = work->is_direct && key_dim % (2 * W) == 0 && value_dim % (2 * W) == 0;
-    const int most = is_direct ? DIRECT_ROWS : PACKED_ROWS, step = is_direct ? DIRECT_STEP : STEP;
-    const int64_t padded_lanes = (key_dim / step + W - 1) / W * W;
-#ifdef TILES  // AMX takes whole tiles: the rows and lanes that are missing are 0
-    const int64_t lanes = is_direct ? key_dim / step : padded_lanes, unit = is_direct ? 16 : TILE_KEYS;
-    const int64_t all_rows = (rows + PACKED_ROWS - 1) / PACKED_ROWS * PACKED_ROWS;
-#else
-    const int64_t lanes = key_dim / step, unit = 16, all_rows = rows;
+#ifdef TILES
+    if (!is_direct) {
+        OVER(attend_many)(args, work, after, places);
+        return;
+    }
 #endif
+    const int most = is_direct ? DIRECT_ROWS : MAX_ROWS, step = is_direct ? DIRECT_STEP : STEP;
+    const int64_t lanes = key_dim / step, padded_lanes = (lanes + W - 1) / W * W;
 
-    float scratch[all_rows * (lanes + value_dim + 1 + W) + TILE * (padded_lanes + value_dim / step) +
+    float scratch[rows * (lanes + value_dim + 1 + W) + TILE * (padded_lanes + value_dim / step) +
                   2 * MOST_ROWS * TILE] __attribute__((aligned(64)));
     float *keys = scratch, *values = keys + TILE * padded_lanes;
     float *scores = values + TILE * value_dim / step, *weights = scores + MOST_ROWS * TILE;
-    float *out = weights + MOST_ROWS * TILE, *queries = out + all_rows * value_dim;
-    float *totals = queries + all_rows * lanes, *maxima = totals + all_rows * W;  // W parts of each
-
-#ifdef TILES
-    if (!is_direct) {
-        memset(queries, 0, all_rows * lanes * sizeof(float));
-        memset(weights, 0, MOST_ROWS * TILE * sizeof(float));
-        begin_attention_tiles();
-    }
-#endif
+    float *out = weights + MOST_ROWS * TILE, *queries = out + rows * value_dim;
+    float *totals = queries + rows * lanes, *maxima = totals + rows * W;  // W parts of each
 
     for (int64_t r = 0; r < rows; r++) {
         int64_t head = work->kv_head * group + r % group;
@@ -178,23 +168,16 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
         maxima[r] = has_sink ? args->sinks[head] * LOG2E : NOTHING_SEEN;
         store_f32(totals + r * W, (vf){has_sink});
     }
-    memset(out, 0, all_rows * value_dim * sizeof(float));
+    memset(out, 0, rows * value_dim * sizeof(float));
 
     for (int64_t tile = work->start; tile < work->end_key; tile += work->tile) {
         int64_t begin = work->first_key > tile ? work->first_key - tile : 0;
         int64_t end = smaller(work->end_key - tile, work->tile);
-        int64_t last = (end + unit - 1) / unit * unit;
-        OVER(rows) *own = places->ring + places->now;
-        OVER(rows) *next = places->ring + (places->now + 1) % 3;
-        OVER(rows) *far = places->ring + (places->now + 2) % 3;
-        places->now = (places->now + 1) % 3;
+        int64_t last = (end + 15) / 16 * 16;
+        OVER(rows) *own = OVER(enter_tile)(args, work, tile, last, after, places);
+        OVER(rows) *next = places->ring + places->now, *far = places->ring + (places->now + 1) % 3;
         const K **key_rows = own->keys, **value_rows = own->values;
         const K **next_keys = next->keys, **next_values = next->values;
-        if (OVER(foresee)(args, work, tile, after, 0, places->zeros, own))
-            OVER(prefetch_all)(own, 0, key_dim, value_dim);
-        OVER(foresee)(args, work, tile, after, 1, places->zeros, next);
-        OVER(prefetch_all)(next, last, key_dim, value_dim);  // no key here to be fetched beside
-        OVER(foresee)(args, work, tile, after, 2, places->zeros, far);
         if (is_direct) OVER(prefetch_far)(far->keys, far->work->tile, key_dim);
         float scales_of_keys[2][TILE] __attribute__((aligned(64)));
 #ifdef CODES
@@ -214,18 +197,14 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
             int64_t from = larger(begin, first_seen(args, position + r / group) - tile);
             int64_t to = smaller(end, end_seen(args, work, (r + mr - 1) / group) - tile);
             if (from >= to) continue;
-            from = from / unit * unit;
-            to = (to + unit - 1) / unit * unit;
+            from = from / 16 * 16;
+            to = (to + 15) / 16 * 16;
             if (is_direct)
                 SCORE_KEYS(mr, queries + r * lanes, key_rows + from, next_keys + from, to - from,
                            lanes, scores + from);
             else
-#ifdef TILES
-                score_by_pairs(queries + r * lanes, lanes, keys + from, to - from, scores + from);
-#else
                 MULTIPLY(mr, queries + r * lanes, lanes, keys + from, TILE, lanes, to - from,
                                0, scores + from, TILE);
-#endif
             float scales[MOST_ROWS];
             for (int i = 0; i < mr; i++) {
                 int64_t token = (r + i) / group;
@@ -242,20 +221,12 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
                 WEIGH_VALUES(mr, weights + from / step, value_rows + from, next_values + from,
                              to - from, scales, out + r * value_dim, value_dim);
             else
-#ifdef TILES
-                weigh_by_pairs(mr, weights + from / STEP, values + from / STEP * value_dim,
-                               to - from, scales, out + r * value_dim, value_dim);
-#else
                 MULTIPLY(mr, weights + from / STEP, TILE / STEP,
                                values + from / STEP * value_dim, value_dim, (to - from) / STEP,
                                value_dim, scales, out + r * value_dim, value_dim);
-#endif
         }
     }
 
-#ifdef TILES
-    if (!is_direct) end_attention_tiles();
-#endif
 #if !defined(DOTS) && !defined(CODES)
     if (is_direct)
         for (int64_t d = 0; d < rows * value_dim; d += PART) ORDER_PARTS(out + d);
@@ -306,7 +277,6 @@ static void NAME(combine)(const attention *args, const item *work) {
 #undef STEP
 #undef EXP2
 #undef MULTIPLY
-#undef PACKED_ROWS
 #undef MOST_ROWS
 #undef DIRECT_STEP
 #undef SCORE_KEYS

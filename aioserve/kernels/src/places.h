@@ -82,3 +82,19 @@ INLINE void OVER(prefetch_all)(const OVER(rows) *rows, int64_t first, int64_t ke
         OVER(prefetch)(rows->values[i], value_dim);
     }
 }
+
+// Find this tile and the two after it, and fetch rows of the next one from `first` on. Returns where this
+// one lies; `places->now` is the next.
+INLINE OVER(rows) *OVER(enter_tile)(const attention *args, const item *work, int64_t tile, int64_t first,
+                                    const item *after, OVER(places) *places) {
+    OVER(rows) *own = places->ring + places->now;
+    OVER(rows) *next = places->ring + (places->now + 1) % 3;
+    OVER(rows) *far = places->ring + (places->now + 2) % 3;
+    places->now = (places->now + 1) % 3;
+    if (OVER(foresee)(args, work, tile, after, 0, places->zeros, own))
+        OVER(prefetch_all)(own, 0, args->key_dim, args->value_dim);
+    OVER(foresee)(args, work, tile, after, 1, places->zeros, next);
+    OVER(prefetch_all)(next, first, args->key_dim, args->value_dim);
+    OVER(foresee)(args, work, tile, after, 2, places->zeros, far);
+    return own;
+}

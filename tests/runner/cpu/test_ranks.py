@@ -115,9 +115,7 @@ def make_pair(
     pairs: list[Pair] = []
 
     def make(kind: str = "llama", **model: Any) -> tuple[Driver, Pair]:
-        sections = {
-            "speculation": model.pop("speculation", SpeculationConfig(speculative_method="none"))
-        }
+        sections = {"speculation": model.pop("speculation", SpeculationConfig())}
         config = _with_ranks(make_config(model_path(kind), **model), **sections)
         pair = Pair(config, tmp_path / str(len(pairs)))
         pairs.append(pair)
