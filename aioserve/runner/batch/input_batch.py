@@ -260,8 +260,10 @@ class InputBatch:
         """Drop the requests that left, add those that came, update those that stayed. Ids that are
         unknown may be dropped.
         """
-        self._drop(step.finished_req_ids, are_finished=True)
-        self._drop(step.preempted_req_ids)
+        if step.finished_req_ids:
+            self._drop(step.finished_req_ids, are_finished=True)
+        if step.preempted_req_ids:
+            self._drop(step.preempted_req_ids)
         if self.lost:
             self.lost.end(step.finished_req_ids)
             self.lost.come_anew(request.request_id for request in step.scheduled_new_reqs)
@@ -330,7 +332,7 @@ class InputBatch:
             repeated is not None
             and repeated.counts is step.num_scheduled_tokens
             and not step.scheduled_spec_decode_tokens
-            and all(part.keeps_inputs(step) for part in repeated.parts)
+            and (not repeated.parts or all(part.keeps_inputs(step) for part in repeated.parts))
             and self._repeat(repeated)
         ):
             return repeated.inputs
@@ -399,7 +401,7 @@ class InputBatch:
         self._num_computed_tokens.take(rows, out=positions, mode="clip")
         np.add(positions, 1, out=ends)
         self._num_tokens.take(rows, out=repeated.num_tokens, mode="clip")
-        if not (ends == repeated.num_tokens).all():
+        if ends.tobytes() != repeated.num_tokens.tobytes():  # `all` takes ten times as long
             return False
         block, offset, place = repeated.block, repeated.offset, repeated.place
         np.divmod(positions, self._block_size, out=(block, offset))
@@ -515,7 +517,10 @@ class InputBatch:
 
     def failures(self, inputs: StepInputs) -> dict[str, str]:
         """Return which requests of `inputs` cannot go on, and why."""
-        errors = {row: why for part in self.parts for row, why in part.errors.items()}
+        errors: dict[int, str] = {}
+        for part in self.parts:
+            if part.errors:
+                errors |= part.errors
         if not errors:
             return {}
         rows = zip(inputs.req_ids, inputs.rows.tolist(), strict=True)

@@ -14,7 +14,7 @@ import torch
 
 from aioserve.config import CacheConfig, EngineConfig
 from aioserve.model_source.info import ModelInfo
-from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
+from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput, TokenLogprobs
 from aioserve.request import ROW_VALUES
 from aioserve.runner.attention.backend import (
     ADAPTERS,
@@ -79,11 +79,13 @@ class ComputedStep(NamedTuple):
                 [] if req_id in failed else own
                 for req_id, own in zip(inputs.req_ids, token_ids, strict=True)
             ]
-        logprobs = kept_logprobs(inputs, sampled.logprobs, token_ids)
+        logprobs: dict[str, list[TokenLogprobs]] = {}
+        if sampled.logprobs:
+            logprobs = kept_logprobs(inputs, sampled.logprobs, token_ids)
         values = {} if self.values is None else self.values.of_newest(inputs, token_ids)
         return ModelRunnerOutput(
             *(inputs.req_ids, token_ids, logprobs, guesses, failed, told, vectors, values),
-            [request_id for request_id in self.sat_out if request_id not in failed],
+            [i for i in self.sat_out if i not in failed] if failed else self.sat_out,
         )
 
 
@@ -161,7 +163,8 @@ class StepExecutor:
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         try:
-            if (transfers := scheduler_output.kv_connector_metadata) is not None:
+            parts = scheduler_output.parts
+            if parts and (transfers := scheduler_output.kv_connector_metadata) is not None:
                 self.copies.transfer(transfers)
         finally:  # behind it: a drafter asks what loaded blocks hold
             self._batch.apply(scheduler_output)
