@@ -423,8 +423,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def recommended(self) -> dict[str, Any]:
         """The values that there are, by name."""
-        values = {name: getattr(self, name) for name in self.__struct_fields__}
-        return {name: value for name, value in values.items() if value is not None}
+        names = self.__struct_fields__
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value:g}" for name, value in self.recommended.items())

@@ -350,7 +350,7 @@ def make_settings(
 ) -> EngineConfig:
     """Return settings of a card that serves a case: in bfloat16, and with few KV blocks."""
     case = case or Case("", {})
-    is_guessing = case.speculation.speculative_method != "none"
+    is_guessing = case.speculation.drafts_surely
     return EngineConfig(
         model=ModelConfig(
             model=str(path), dtype="bfloat16", skip_tokenizer_init=not case.has_tokenizer
@@ -507,7 +507,7 @@ def check_stats(config: EngineConfig, stats: SchedulerStats) -> None:
         )
     if not stats.num_preemptions:
         raise WrongNumbersError("no request was preempted: the KV pool is too large")
-    if config.speculation.speculative_method != "none" and not stats.num_accepted_tokens:
+    if config.speculation.drafts_surely and not stats.num_accepted_tokens:
         raise WrongNumbersError(f"no draft of {stats.num_draft_tokens} was accepted")
 
 

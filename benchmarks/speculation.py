@@ -132,7 +132,7 @@ def drafted(engine: AsyncEngine) -> tuple[int, int]:
 
 async def compare_tasks(task: str, args: Args) -> dict[str, Any]:
     """Two engines on the questions of a task."""
-    off = await start(args, SpeculationConfig())
+    off = await start(args, SpeculationConfig(speculative_method="none"))
     method: Any = "draft" if args.draft_model else args.method
     speculation = SpeculationConfig(speculative_method=method, draft_model=args.draft_model)
     on = await start(args, speculation)
@@ -282,13 +282,14 @@ async def compare_drafts(kind: str, folder: Path, args: Args, table: Table) -> N
     for name in ("right", "wrong"):
         write_model(kind, folder / name, is_right=name == "right")
     for name in ("none", "right", "wrong"):
+        without = SpeculationConfig(speculative_method="none")
         speculation = SpeculationConfig(speculative_method="mtp")
         config = EngineConfig(
             model=ModelConfig(
                 model=str(folder / ("right" if name == "none" else name)), skip_tokenizer_init=True
             ),
             cache=CacheConfig(kv_cache_gib=0.5, enable_prefix_caching=False),
-            speculation=SpeculationConfig() if name == "none" else speculation,
+            speculation=without if name == "none" else speculation,
         )
         engines[name] = AsyncEngine(config)
         await engines[name].start()

@@ -26,12 +26,13 @@ of 150,000, which no compression can do anything about.
 
 `between`: what of a decoding step is not the model, as shares of the step. As many streams as asked
 for decode through `AsyncEngine`, without HTTP. Counted are steps that hold one token of each
-stream, from the beginning of one to that of the next, where threads wait for Python's lock as long
-as in a server (0.1 ms, not 5): *model* is the forward pass, *packing* the
-batch and the block tables, *sampling* the choice of tokens, *entering* the rest of the runner's
-thread; *handover* is what passes from the end of a step on that thread to the beginning of the next
-one: both changes of threads, the scheduler's update and its next plan. Values are lower quartiles,
-as others may use the machine; the share is of all but the model.
+stream, from the beginning of one to that of the next, on a server's event loop (uvloop where it is
+installed), where threads wait for Python's lock as long as in a server (0.1 ms, not 5) and garbage
+is collected as seldom: *model* is the forward pass, *packing* the batch and the block tables,
+*sampling* the choice of tokens, *entering* the rest of the runner's thread; *handover* is what
+passes from the end of a step on that thread to the beginning of the next one: both changes of
+threads, the scheduler's update and its next plan. Values are lower quartiles, as others may use the
+machine; the share is of all but the model.
 
 `sampling`: the choice of tokens from logits that are ready, by torch and numpy alone and by the
 compiled library, in turns on one thread, with a look at whether the tokens are the same. Rows are
@@ -499,13 +500,15 @@ def between(args: Args) -> dict[str, Any]:
     """What of a decoding step is not the model, in milliseconds."""
     from make_model import model_path
 
-    from aioserve.server.app import SWITCH_INTERVAL
+    from aioserve.server.app import SWITCH_INTERVAL, exempt_from_garbage_collection
+    from aioserve.support.arguments import run
 
     path = model_path(args.model)
+    exempt_from_garbage_collection()
     sys.setswitchinterval(SWITCH_INTERVAL)
     table = Table({"streams": ">8d", **dict.fromkeys(PARTS, ">11.3f"), "share": ">9.1%"})
     for streams in args.streams:
-        table.add(asyncio.run(measure_parts(path, streams, args)))
+        table.add(run(measure_parts(path, streams, args)))
     met = all(row["share"] < GOAL for row in table.rows)
     return {"rows": table.rows, "goal": GOAL, "met": met}
 

@@ -72,6 +72,16 @@ def test_a_mark_that_is_cut_by_tokens_is_no_reasoning() -> None:
         assert counted("qwen3", "<think>\n", tokens).count == count, tokens
 
 
+def test_what_is_told_of_tokens_in_between_never_falls() -> None:
+    pieces = dict(enumerate([b"<think>", b"a<", b"b", b"</", b"x", b"</thi", b"nk>", b"So"]))
+    counter, told = ReasoningTokens(MARKS["qwen3"], pieces, [0]), []
+    for token_id in range(1, 8):
+        counter.append(token_id)
+        told.append(counter.num_certain)
+    assert told == [1, 2, 2, 4, 4, 4, 4]
+    assert counter.count == 4
+
+
 def test_reasoning_that_begins_again_is_counted_again() -> None:
     marks = Marks("<analysis>", "<end>", is_repeated=True)
     said = [b"Hi", b"<ana", b"lysis>", b"Hm", b".", b"<end>", b"So", b"<analysis>", b"x<e", b"nd>"]

@@ -539,13 +539,13 @@ class SpeculationConfig(Section, frozen=True, kw_only=True):
         Literal["none", "auto", "ngram", "draft", "mtp"],
         doc(
             "speculative decoding: draft tokens, verified in one pass; ngram: prompt lookup, what "
-            "followed the same tokens before, in this text or in recent outputs; auto: ngram on a "
-            "CPU, for models without states and steps that are not planned ahead, else none; "
-            "draft: the tokens "
+            "followed the same tokens before, in this text or in recent outputs; auto: ngram where "
+            "it changes no bit of a reply, for models that the compiled kernels of a CPU serve "
+            "whole and steps that are not planned ahead, else none; draft: the tokens "
             "of --draft-model; mtp: those of the model's own multi-token prediction (MTP) layer, "
             "as checkpoints of DeepSeek-V3, GLM-4.5 to 4.7, Qwen3-Next and Qwen3.5 have one"
         ),
-    ] = "none"
+    ] = "auto"
     draft_model: Annotated[
         str | None,
         doc(

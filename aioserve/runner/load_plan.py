@@ -4,6 +4,7 @@ A side states its types, finds how many KV blocks fit, and carries the plan out.
 models and sizes; knows no device. Begins with the parts that the batch of a runner has.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import SCALE_BYTES, KVCacheSpec, WindowLayers
 from aioserve.runner.batch.input_batch import BatchPart, LaterPart
 from aioserve.runner.batch.sampling_columns import SamplingColumns
-from aioserve.runner.served_model import ServedModel
+from aioserve.runner.served_model import FEW_TOKENS, ServedModel
 from aioserve.support.parts import Brought
 
 if TYPE_CHECKING:
@@ -58,12 +59,15 @@ class BatchParts:
         grammars: "OutputCompiler | None" = None,
         eos_token_ids: Sequence[int] = (),
         drafter: "Drafter | None" = None,
+        most_with_drafts: float = math.inf,
         windows: "WindowSpec | None" = None,
     ) -> None:
-        """Without `grammars`, no request may ask for structured outputs or thinking budgets."""
+        """Without `grammars`, no request may ask for structured outputs or thinking budgets. With
+        the guesses of `drafter` a step has fewer than `most_with_drafts` tokens, or none of them.
+        """
         self.sizes = max_num_seqs, max_model_len, block_size  # as `InputBatch` takes them
         self.sampling = SamplingColumns(max_num_seqs, vocab_size)
-        self.drafter = drafter
+        self.drafter, self._most_with_drafts = drafter, most_with_drafts
         self._compiler, self._vocab_size, self._eos_token_ids = grammars, vocab_size, eos_token_ids
         parts: list[BatchPart[Any] | LaterPart | None] = [
             self.sampling,
@@ -109,7 +113,10 @@ class BatchParts:
         """The part that guesses tokens, by the drafter or where a grammar leaves no choice."""
         from aioserve.runner.batch.drafter import DraftRows
 
-        return DraftRows(self.drafter, self.sampling, self.grammars)
+        def grammars() -> "BoundRows | None":
+            return self.grammars if self.has_matchers else None
+
+        return DraftRows(self.drafter, self.sampling, grammars, self._most_with_drafts)
 
     def _thinking_rows(self) -> BatchPart[Any]:
         made: BatchPart[Any] = PARTS["thinking"](self._compiler, self.grammars)
@@ -211,11 +218,13 @@ class LoadPlan:
         passes.
         """
         drafter: Drafter | None = None
-        speculation = self.config.speculation
+        speculation, most = self.config.speculation, math.inf
+        if not speculation.drafts_surely:  # then they are to change no bit
+            most = 0 if self.model.states is not None else self.model.alone_below
+            num_drafts = min(speculation.num_speculative_tokens, FEW_TOKENS - 1)
+            speculation = msgspec.structs.replace(speculation, num_speculative_tokens=num_drafts)
         if self.ranks is None or self.ranks.is_first:  # guesses reach the others with the steps
-            if speculation.drafts_by_ngrams and (
-                speculation.drafts_surely or self.model.states is None
-            ):
+            if speculation.drafts_by_ngrams and most:
                 from aioserve.runner.batch.drafter import DRAFTERS
 
                 drafter = DRAFTERS["ngram"](speculation)
@@ -230,6 +239,7 @@ class LoadPlan:
             grammars=grammars,
             eos_token_ids=self.info.eos_token_ids,
             drafter=drafter,
+            most_with_drafts=most,
             windows=self.windows,
         )
 

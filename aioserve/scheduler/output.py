@@ -114,6 +114,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     @property
     def highest_new_block(self) -> int:
         """The highest id of the KV blocks that requests got for this or a later step; -1: none."""
+        if not (self.scheduled_new_reqs or self.scheduled_cached_reqs.new_block_ids):
+            return -1  # most steps
         given = [request.block_ids for request in self.scheduled_new_reqs]
         given += self.scheduled_cached_reqs.new_block_ids.values()
         return max(itertools.chain.from_iterable(given), default=-1)

@@ -5,8 +5,8 @@ What all routes share that generate. How a delta looks on the wire is the busine
 
 import asyncio
 import logging
+import os
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -216,7 +216,7 @@ class Answer(ABC):
     media_type = EVENTS  # of a stream
 
     def __init__(self, request: web.Request, model: str | None, given_id: str | None) -> None:
-        self.id = f"{self.id_prefix}{uuid.uuid4().hex}" if given_id is None else given_id
+        self.id = f"{self.id_prefix}{os.urandom(16).hex()}" if given_id is None else given_id
         self.model = model or request.app[ENGINE].config.model.served_name
         self.prompts: Sequence[Sequence[int]] = ()  # their tokens, known when they are accepted
         self.hints: Hints = NO_HINTS  # what the policy is told of the request

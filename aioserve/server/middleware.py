@@ -99,6 +99,8 @@ async def log_requests(request: web.Request, handler: Handler) -> web.StreamResp
 
 
 def _log(level: int, request: web.Request, outcome: str, start: float) -> None:
+    if not logger.isEnabledFor(level):
+        return
     logger.log(
         level,
         "%s %s (%s)%s: %s after %.0f ms",

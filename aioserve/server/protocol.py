@@ -4,6 +4,8 @@ An API with a folder has its own structs there. Requests refuse unknown fields; 
 known but not served are in `fields`. Knows nothing about HTTP or the engine.
 """
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -224,7 +226,7 @@ class SamplingRequest(EngineRequest, kw_only=True, omit_defaults=True):
         """
         if wanted is not None and self.structured_outputs is not None:
             raise RequestError(f"give {wanted_by} or structured_outputs, not both", param=wanted_by)
-        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | others
+        given = dict(zip(_SAMPLING_FIELDS, _sampling_values(self), strict=True)) | others
         given |= {"max_tokens": max_tokens, "structured_outputs": wanted or self.structured_outputs}
         given = {name: value for name, value in given.items() if value is not None}
         return defaults.fill(given, max_tokens=default_max_tokens)
@@ -233,6 +235,7 @@ class SamplingRequest(EngineRequest, kw_only=True, omit_defaults=True):
 _SAMPLING_FIELDS = tuple(
     name for name in SamplingParams.__struct_fields__ if name in SamplingRequest.__struct_fields__
 )
+_sampling_values: Callable[[SamplingRequest], tuple[Any, ...]] = attrgetter(*_SAMPLING_FIELDS)
 
 
 class GenerationRequest(SamplingRequest, kw_only=True, omit_defaults=True):

@@ -71,6 +71,18 @@ class ReasoningTokens:
         """Whether the next token is reasoning, unless a mark ends in it."""
         return self.is_begun and not self.is_over
 
+    @property
+    def num_certain(self) -> int:
+        """Reasoning tokens so far without those that may turn out to be of the end mark."""
+        if not self.is_inside:
+            return self.count
+        text = b"".join(self._recent)
+        begin, at, count = 0, len(text) - len(_held(text, self._end)), self.count
+        for own in self._recent:
+            count -= begin >= at
+            begin += len(own)
+        return count
+
     def append(self, token_id: int) -> None:
         """Read the next token of the reply."""
         if self.is_over:

@@ -99,7 +99,7 @@ def check_equal(
 
 @pytest.mark.asyncio(loop_factories=["uvloop"])
 async def test_steps_planned_ahead_change_no_value() -> None:
-    tokens, plain = await noted_by(embedded())
+    tokens, plain = await noted_by(embedded(speculation=NONE))
     ahead = SchedulerConfig(policy=NOTING, pipeline_depth=2)
     again, values = await noted_by(embedded(scheduler=ahead))
     assert again == tokens

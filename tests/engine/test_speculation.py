@@ -9,10 +9,16 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from aioserve.errors import ConfigError
-from aioserve.features.spec_decode.draft_length import DraftLength, ModelDraftLength
+from aioserve.features.spec_decode.draft_length import (
+    DraftLength,
+    ModelDraftLength,
+    TextDraftLength,
+)
+from aioserve.kernels import usable_variants
 from aioserve.outputs import RequestOutput, SchedulerStats
 from aioserve.params import StructuredOutputs
 from aioserve.runner import devices
+from aioserve.runner.cpu.products import BlockLinear
 from aioserve.runner.interface import RunnerInterface
 from tests.kit import stats_of
 from tests.slow import mostly_slow
@@ -132,6 +138,72 @@ async def test_automatic_drafts_are_ngrams_and_none_where_steps_are_planned_ahea
             drafts.append(stats.num_draft_tokens)
     assert said[0] == said[1]
     assert drafts[0] > 0 == drafts[1]
+
+
+async def replies(num_streams: int, quantization: Any, **speculation: Any) -> tuple[Any, int]:
+    """Tokens and log probabilities, to the bit, and how many tokens of drafts were right."""
+    config = EngineConfig(
+        model=ModelConfig(model="embedded", dtype="bfloat16", quantization=quantization),
+        speculation=SpeculationConfig(**speculation),
+    )
+    prompts = [f"KING: My lord, my lord, {name}" for name in ("the", "a", "my", "so")]
+    async with AsyncEngine(config) as engine:
+
+        async def one(prompt: str, temperature: float) -> list[Any]:
+            params = SamplingParams(
+                max_tokens=100, temperature=temperature, seed=1, logprobs=2, ignore_eos=True
+            )
+            outputs = [output async for output in engine.generate(prompt, params)]
+            return [entry for output in outputs for entry in output.logprobs or ()]
+
+        found = []
+        for temperature in (0.0, 0.5):
+            for begin in range(0, len(prompts), num_streams):
+                batch = prompts[begin : begin + num_streams]
+                found += await asyncio.gather(*(one(prompt, temperature) for prompt in batch))
+        return found, stats_of(engine).num_accepted_tokens
+
+
+@pytest.mark.skipif(not usable_variants(), reason="the kernels were not built")
+@pytest.mark.parametrize(
+    ("quantization", "num_streams"), [(None, 1), (None, 4), ("int8", 1), ("int4", 1)]
+)
+async def test_drafts_are_made_unless_told_otherwise_and_change_no_bit(
+    quantization: str | None, num_streams: int
+) -> None:
+    plain, _ = await replies(num_streams, quantization, speculative_method="none")
+    guessed, num_right = await replies(num_streams, quantization, num_speculative_tokens=20)
+    assert num_right > 40
+    assert guessed == plain
+
+
+@pytest.mark.skipif(not usable_variants(), reason="the kernels were not built")
+async def test_automatic_drafts_leave_a_step_as_small_as_its_tokens_have_the_bits_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(BlockLinear, "alone_below", 5)
+    sizes, verified = set[int](), TextDraftLength.verified
+
+    def noting(self: TextDraftLength, request: Any, num_drafts: int, num_right: int) -> None:
+        sizes.add(num_drafts)
+        verified(self, request, num_drafts, num_right)
+
+    monkeypatch.setattr(TextDraftLength, "verified", noting)
+    await replies(1, "int8")
+    assert max(sizes) == 3
+    await replies(1, "int8", speculative_method="ngram")
+    assert max(sizes) > 3
+
+
+async def test_automatic_drafts_are_none_for_a_model_whose_products_are_a_librarys() -> None:
+    config = EngineConfig(
+        model=ModelConfig(model="embedded", fused=False), speculation=SpeculationConfig()
+    )
+    async with AsyncEngine(config) as engine:
+        params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+        async for _ in engine.generate("KING: My lord, my lord, my lord", params):
+            pass
+        assert not stats_of(engine).num_draft_tokens
 
 
 async def test_speculation_with_steps_in_flight_is_refused() -> None:

@@ -102,7 +102,9 @@ def expected(served: tuple[Path, SpeculationConfig]) -> list[list[int]]:
     """Without drafts and without a connector."""
     config = settings(served, kv_connector="memory")
     cache = CacheConfig(block_size=4, num_kv_blocks=200)
-    plain = msgspec.structs.replace(config, speculation=SpeculationConfig(), cache=cache)
+    plain = msgspec.structs.replace(
+        config, speculation=SpeculationConfig(speculative_method="none"), cache=cache
+    )
 
     async def run() -> list[list[int]]:
         async with AsyncEngine(plain) as engine:
@@ -171,7 +173,9 @@ async def test_an_engine_with_another_drafting_model_has_another_folder(tmp_path
         SpeculationConfig(speculative_method="draft", draft_model=str(path))
         for path in (model, other)
     ]
-    for number, speculation in enumerate((SpeculationConfig(), *drafts), 1):
+    for number, speculation in enumerate(
+        (SpeculationConfig(speculative_method="none"), *drafts), 1
+    ):
         folder = tmp_path / "kv"
         served = model, speculation
         config = settings(served, kv_connector="disk", kv_connector_path=str(folder))

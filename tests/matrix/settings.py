@@ -121,7 +121,7 @@ def _speculation(features: Collection[str], model: BuiltModel) -> SpeculationCon
             )
     if "MTP" in features:
         return SpeculationConfig(speculative_method="mtp", num_speculative_tokens=3)
-    return SpeculationConfig()
+    return SpeculationConfig(speculative_method="none")
 
 
 def make_params(ask: Ask) -> SamplingParams | PoolingParams:

@@ -132,7 +132,7 @@ async def say(
     **model: Any,
 ) -> list[list[int]]:
     """Four at a time in a pool that is too small for them, and two that find a cached prefix."""
-    speculation = SpeculationConfig()
+    speculation = SpeculationConfig(speculative_method="none")
     if head is not None:
         speculation = SpeculationConfig(
             speculative_method="draft", draft_model=str(head), num_speculative_tokens=3

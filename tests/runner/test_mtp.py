@@ -78,7 +78,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def make_config(model: Path, method: Any, **sections: Any) -> EngineConfig:
-    speculation = SpeculationConfig()
+    speculation = SpeculationConfig(speculative_method="none")
     if method != "none":
         speculation = SpeculationConfig(speculative_method=method, num_speculative_tokens=3)
     parts: dict[str, Any] = {
@@ -316,7 +316,7 @@ async def test_no_kind_of_request_gets_other_tokens(tmp_path: Path) -> None:
     for file in embedded.glob("token*.json"):
         shutil.copy(file, model)
     mtp = SpeculationConfig(speculative_method="mtp", num_speculative_tokens=3)
-    plain, _ = await generate(SpeculationConfig(), model=str(model))
+    plain, _ = await generate(SpeculationConfig(speculative_method="none"), model=str(model))
     drafted, stats = await generate(mtp, model=str(model))
     check_equal(drafted, plain)
     assert stats.num_draft_tokens > 1000

@@ -150,7 +150,7 @@ async def test_wrong_drafts_leave_no_trace_in_states(
     cache = CacheConfig(num_kv_blocks=28, block_size=8, watermark=0, num_state_slots=6)
     way = {"allowed_token_ids": [100, 103, 106], "seed": 3}
     said = []
-    for speculation in (SpeculationConfig(), ngram):
+    for speculation in (SpeculationConfig(speculative_method="none"), ngram):
         config = small_config(model, cache=cache, scheduler=scheduler, speculation=speculation)
         async with AsyncEngine(config) as engine:
             replies = (

@@ -53,6 +53,7 @@ class ReplyReader:
         self._max_calls = max_calls
         self._with_reasoning = with_reasoning
         self._held = HeldCalls(until_whole=holds_calls)
+        self._has_ended = False
         self._num_calls = 0  # that were made, left out or not
         self._ids: set[str] = set()
         self._error: Exception | None = None  # of the format
@@ -86,8 +87,12 @@ class ReplyReader:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Reasoning tokens of what was read; None for a model whose reasoning is not known."""
-        return None if self._counter is None else self._counter.count
+        """Reasoning tokens of what was read, never fewer than before: what may yet be of the end
+        mark counts at the end. None for a model whose reasoning is not known.
+        """
+        if self._counter is None:
+            return None
+        return self._counter.count if self._has_ended else self._counter.num_certain
 
     def read(self, output: RequestOutput) -> list[Event]:
         """Return what its text completes; at the end, what was held back. Every call has an id.
@@ -111,7 +116,7 @@ class ReplyReader:
         told = [self._follow(event) for event in joined(events)]
         if output.finish_reason is FinishReason.STOP:
             self._check_arguments()
-        has_ended = output.finish_reason is not None
+        has_ended = self._has_ended = output.finish_reason is not None
         is_cut = has_ended and output.finish_reason is not FinishReason.STOP
         told = joined(self._held.read(told, has_ended=has_ended, is_cut=is_cut))
         return [event for event in told if self._lets_through(event)]

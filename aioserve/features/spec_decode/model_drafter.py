@@ -187,11 +187,12 @@ class ModelDrafter(Drafter):
                 if (
                     len(found[row]) < longest[row]
                     and token_id not in self._stops[row]
-                    and grammars.go_ahead(row, token_id)
+                    and (grammars is None or grammars.go_ahead(row, token_id))
                 ):
                     texts.batch.write(row, begin, token_id)
                     spans.append(_Span(row, begin, begin + 1))
-        grammars.come_back()
+        if grammars is not None:
+            grammars.come_back()
         for row, token_ids in found.items():
             self._guessed[row] = token_ids[:-1]  # the last was not read
         return found
@@ -211,7 +212,7 @@ class ModelDrafter(Drafter):
         own, places = rows[sampling], ends[sampling]
         columns = texts.sampling.select(own, places)
         columns = replace(columns, num_logprobs=np.full(len(own), NO_LOGPROBS))
-        masks = texts.grammars.masks(own)
+        masks = None if texts.grammars is None else texts.grammars.masks(own)
         token_ids = self._runner.draw(step, self._forward(rows, sampling), columns, masks)
         self.length.drafted(len(packed.input_ids), time.perf_counter() - began)
         return list(zip(own.tolist(), places.tolist(), token_ids, strict=True))

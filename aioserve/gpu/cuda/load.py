@@ -331,7 +331,7 @@ def _limits(plan: LoadPlan) -> Limits:
     """Return the limits of the largest step that the configuration allows."""
     speculation, max_model_len = plan.config.speculation, plan.info.max_model_len
     page_size, num_drafts = plan.config.cache.block_size, 0
-    if speculation.speculative_method != "none":  # or what a grammar forces
+    if speculation.drafts_surely:  # or what a grammar forces
         num_drafts = max(speculation.num_speculative_tokens, MAX_GUESSES)
     windows: WindowLimits | None = None
     if plan.windows is not None and plan.window_layers is not None:

@@ -56,7 +56,7 @@ class ShardedOverlappedRunner(FirstRankRunner, OverlappedRunner):
                     f"runner.tensor_parallel_size is {config.runner.tensor_parallel_size}, but "
                     f"CUDA ranks do not serve {name}: leave it out"
                 )
-        if config.speculation.speculative_method != "none":
+        if config.speculation.drafts_surely:
             raise ConfigError(
                 f"runner.tensor_parallel_size is {config.runner.tensor_parallel_size}, but "
                 "CUDA ranks do not serve speculation: leave speculative_method out"

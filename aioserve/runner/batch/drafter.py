@@ -5,6 +5,7 @@ rows and token ids. Knows nothing about how guesses are verified.
 """
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -33,7 +34,7 @@ class Texts(NamedTuple):
     """The texts of rows, the places of their blocks, and how they go on: what a drafter may ask."""
 
     batch: InputBatch
-    grammars: BoundRows
+    grammars: BoundRows | None  # None: no row has one
     sampling: SamplingColumns
 
 
@@ -179,10 +180,18 @@ class DraftRows(BatchPart[bool]):
     name = "draft_lengths"
 
     def __init__(
-        self, drafter: Drafter | None, sampling: SamplingColumns, grammars: BoundRows
+        self,
+        drafter: Drafter | None,
+        sampling: SamplingColumns,
+        grammars: Callable[[], BoundRows | None],
+        most_with_drafts: float = math.inf,
     ) -> None:
+        """`grammars` returns None while no row has one. With guesses of `drafter` a step has fewer
+        than `most_with_drafts` tokens, unless it has as many without them.
+        """
         super().__init__()
         self.drafter, self._sampling, self._grammars = drafter, sampling, grammars
+        self._most = most_with_drafts
         self._guessed: set[int] = set()  # rows whose drafts are the drafter's
 
     def set(self, row: int, request: NewRequestData) -> None:
@@ -228,11 +237,11 @@ class DraftRows(BatchPart[bool]):
         or where the drafter has a guess.
         """
         found: dict[int, list[int]] = {}
-        drafter = self.drafter
+        drafter, grammars = self.drafter, self._grammars()
         if drafter is not None:
             drafter.length.asked = inputs.parts.get(self.name, {})
             if drafter.rests():
-                if not self._grammars.rows:
+                if grammars is None:
                     return {}
                 drafter = None
         waiting, sampled = [], set(inputs.sampling.tolist())
@@ -240,21 +249,24 @@ class DraftRows(BatchPart[bool]):
         for index, row in enumerate(inputs.rows.tolist()):
             if self._sampling.counts_tokens(row) or not self.rows.get(row, True):
                 continue  # penalties count every token before the next: drafts would come too early
-            if index not in sampled or self._grammars.is_slow(row):
+            if index not in sampled or (grammars is not None and grammars.is_slow(row)):
                 others.append(row)
-            elif token_ids := self._grammars.guesses(row):
+            elif grammars is not None and (token_ids := grammars.guesses(row)):
                 found[row] = token_ids
                 others.append(row)
             else:
                 waiting.append(row)
         if drafter is not None:
-            texts = Texts(batch, self._grammars, self._sampling)
+            texts = Texts(batch, grammars, self._sampling)
             try:
                 guesses = drafter.guesses(waiting, others, inputs, texts)
             except Exception:  # what follows is computed without
                 logger.exception("no tokens could be guessed")
-                self._grammars.come_back()
+                if grammars is not None:
+                    grammars.come_back()
                 guesses = {}
+            if len(inputs.rows) < self._most < math.inf:
+                guesses = _shortened(guesses, int(self._most) - 1 - len(inputs.rows))
             self._guessed.update(guesses)
             found |= guesses
         return {
@@ -266,3 +278,14 @@ class DraftRows(BatchPart[bool]):
     def close(self) -> None:
         if self.drafter is not None:
             self.drafter.close()
+
+
+def _shortened(guesses: Mapping[int, list[int]], most: int) -> dict[int, list[int]]:
+    """Return `most` tokens of the guesses in all: of each row about as many as of the next."""
+    found: dict[int, list[int]] = {}
+    for done, (row, token_ids) in enumerate(sorted(guesses.items(), key=lambda it: len(it[1]))):
+        share = most // (len(guesses) - done)
+        if own := token_ids[:share]:
+            found[row] = own
+        most -= len(own)
+    return found

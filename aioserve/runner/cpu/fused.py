@@ -6,6 +6,7 @@ about model classes.
 """
 
 import ctypes
+import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,7 @@ from aioserve.runner.fused.ops import (
 if TYPE_CHECKING:  # what few models need is loaded where it is used
     from aioserve.model_source.quantized_weight import QuantizedWeight
     from aioserve.runner.adapters import DecoderAdapters
+    from aioserve.runner.cpu.experts import CompiledExperts
     from aioserve.runner.ranks import Ranks
 
 #: What the one call is told of adapters where no token has any: two arrays, and how many they have.
@@ -95,19 +97,23 @@ class WholeDecoder(FusedDecoder):
     @staticmethod
     def serves(layers: list[DecoderLayer], head: Linear) -> bool:
         """Return whether all that these layers do is compiled."""
-        linears = [head]
-        for layer in layers:
-            linears += (layer.qkv, layer.output)
-            if isinstance(layer.mlp, GatedMLP):
-                linears += (layer.mlp.gate_up, layer.mlp.down)
         return all(
-            isinstance(own_product(linear), PanelLinear | BlockLinear) for linear in linears
+            isinstance(linear, PanelLinear | BlockLinear) for linear in _products(layers, head)
         ) and all(
             layer.mlp.activation in ("silu", "gelu_tanh")
             if isinstance(layer.mlp, GatedMLP)
             else _are_compiled(own_experts(layer.mlp))
             for layer in layers
         )
+
+    @property
+    def alone_below(self) -> float:  # type: ignore[override]
+        products = _products(self.layers, self.head)
+        for layer in self.layers:
+            if not isinstance(layer.mlp, GatedMLP):
+                products += _compiled(layer.mlp).products
+        blocks = [product for product in products if isinstance(product, BlockLinear)]
+        return min((block.alone_below for block in blocks), default=math.inf)
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         assert isinstance(attention, CompiledAttention)
@@ -233,18 +239,28 @@ class _Sums:
             raise error
 
 
+def _products(layers: list[DecoderLayer], head: Linear) -> list[object]:
+    """Return the products of all but experts."""
+    linears = [head]
+    for layer in layers:
+        linears += (layer.qkv, layer.output)
+        if isinstance(layer.mlp, GatedMLP):
+            linears += (layer.mlp.gate_up, layer.mlp.down)
+    return [own_product(linear) for linear in linears]
+
+
 def _are_compiled(experts: object) -> bool:
     from aioserve.runner.cpu.experts import CompiledExperts
 
     return isinstance(experts, CompiledExperts)
 
 
-def _experts_struct(experts: object) -> Any:
-    """Return the struct of compiled experts, as a layer points to it."""
+def _compiled(mlp: Any) -> "CompiledExperts":
     from aioserve.runner.cpu.experts import CompiledExperts
 
+    experts = own_experts(mlp)
     assert isinstance(experts, CompiledExperts), "`serves`"
-    return ctypes.pointer(experts.struct)
+    return experts
 
 
 def _packed(linear: Linear) -> PackedWeight:
@@ -256,13 +272,13 @@ def _packed(linear: Linear) -> PackedWeight:
 def _layer_struct(layer: DecoderLayer, caches: CompiledAttention) -> LayerStruct:
     attention, options = layer.attention, layer.attention.options
     query_norm, key_norm = attention.head_norms or (None, None)
-    key_cache, mlp = caches.key_caches[attention.index], own_experts(layer.mlp)
+    key_cache, mlp = caches.key_caches[attention.index], layer.mlp
     return LayerStruct(
         qkv=_packed(layer.qkv),
         output=_packed(layer.output),
         gate_up=_packed(mlp.gate_up) if isinstance(mlp, GatedMLP) else PackedWeight(),
         down=_packed(mlp.down) if isinstance(mlp, GatedMLP) else PackedWeight(),
-        experts=None if isinstance(mlp, GatedMLP) else _experts_struct(mlp),
+        experts=None if isinstance(mlp, GatedMLP) else ctypes.pointer(_compiled(mlp).struct),
         input_norm=layer.input_norm.weight.data_ptr(),
         post_norm=layer.post_norm.weight.data_ptr(),
         q_norm=None if query_norm is None else query_norm.weight.data_ptr(),

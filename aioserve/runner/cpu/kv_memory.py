@@ -219,6 +219,7 @@ class StepMemory:
     def __init__(self, backend: AttentionBackend, block_size: int) -> None:
         self._memory, self._windows = backend.memory, backend.window_memory
         self._block_size = block_size
+        self._num_given = 0  # blocks up to the highest that a request has got
         self._memory.commit(0)  # a first step finds its blocks in memory, too
         if self._windows is not None:
             self._windows.commit(0)
@@ -227,8 +228,11 @@ class StepMemory:
         """Have in memory what the step writes, and soon what was given with it. Raises
         `MemoryError`.
         """
-        num_written = int(inputs.slot_mapping.max()) // self._block_size + 1
-        self._memory.commit(num_written, soon=step.highest_new_block + 1)
+        if num_new := step.highest_new_block + 1:
+            self._num_given = max(num_new, self._num_given)
+        if num_new or not 0 < self._num_given <= self._memory.num_committed_blocks:
+            num_written = int(inputs.slot_mapping.max()) // self._block_size + 1
+            self._memory.commit(num_written, soon=num_new)
         if inputs.windows is not None and self._windows is not None:
             num_written = int(inputs.windows.slot_mapping.max()) // self._block_size + 1
             self._windows.commit(num_written)

@@ -5,6 +5,7 @@ Begins with memory for logits that is used again by the next step: malloc gives 
 of its 43 ms for page faults (Zen 5). Knows nothing about models.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
@@ -199,6 +200,12 @@ class BlockLinear:
         """Quantize rows to int8 from now on. Copies of `packed` do not."""
         self.state = msgspec.structs.replace(self.state, is_int8=True)
         self.packed.is_int8 = True
+
+    @property
+    def alone_below(self) -> float:
+        """How many rows are too many for each to have the result that it has alone."""
+        is_rounded = self.state.dtype is torch.bfloat16 and not self.state.is_int8
+        return self.kernels.rounded_from if is_rounded else math.inf
 
     def __call__(self, x: Tensor) -> Tensor:
         shape = x.shape[0], self.packed.outputs

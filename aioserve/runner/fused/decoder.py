@@ -191,6 +191,9 @@ class Activations:
 class FusedDecoder:
     """Embedding, layers, last norm and LM head, over the operations of one machine."""
 
+    #: As `ServedModel` has it. Products of a library may depend on how many rows there are.
+    alone_below: float = 0
+
     def __init__(
         self,
         embedding: Embedding,

@@ -85,6 +85,10 @@ class FusedModel(ServedModel, Halves):
         return self.decoder.taps
 
     @property
+    def alone_below(self) -> float:  # type: ignore[override]
+        return self.decoder.alone_below
+
+    @property
     def halves(self) -> Halves:
         return self
 

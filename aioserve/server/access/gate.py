@@ -249,8 +249,10 @@ def hints_of(request: web.Request, body: Any, stated: Hints | None, key: Key | N
     """
     found: Hints = {}
     for name in MAPS:
-        found |= _own_names(_checked(name, getattr(body, name, None)))
-    found |= _own_names(_agent_hints(body))
+        if (given := getattr(body, name, None)) is not None:
+            found |= _own_names(_checked(name, given))
+    if (nvext := getattr(body, "nvext", None)) is not None:
+        found |= _own_names(_agent_hints(nvext))
     found |= stated or {}
     allowed = None if key is None else key.hints
     if allowed is not None:
@@ -280,21 +282,28 @@ def _own_names(given: Hints) -> Hints:
 
 def _unstated(request: web.Request, body: Any) -> Hints:
     """Return the hints of what a client says for another purpose."""
-    kept = {CACHE_SECONDS: request.get(CACHED_FOR)}  # a `ttl`, which names no hint by itself
-    chain = {SESSION: request.get(CHAIN)}
-    return _possible(chain) | _headers(request) | _labels(body) | _possible(kept)
+    found: Hints = {}
+    if (chain := request.get(CHAIN)) is not None:
+        found |= _possible({SESSION: chain})
+    found |= _headers(request)
+    if labels := _labels(body):
+        found |= _possible(labels)
+    if (seconds := request.get(CACHED_FOR)) is not None:  # a `ttl`, which names no hint by itself
+        found |= _possible({CACHE_SECONDS: seconds})
+    return found
 
 
-def _labels(body: Any) -> Hints:
-    """Return the hints among what a body says for another purpose."""
+def _labels(body: Any) -> dict[str, Any]:
+    """Return what a body says for another purpose, by names that may be those of hints."""
     labels: dict[str, Any] = {}
     for name, fields in LABELS.items():
-        given = (getattr(body, field, None) for field in fields)
-        labels[name] = next((value for value in given if isinstance(value, str) and value), None)
+        for field in fields:
+            value = getattr(body, field, None)
+            if isinstance(value, str) and value:
+                labels[name] = value
+                break
     metadata = getattr(body, "metadata", None)
-    if isinstance(metadata, dict):
-        labels = metadata | {name: value for name, value in labels.items() if value is not None}
-    return _possible(labels)
+    return metadata | labels if isinstance(metadata, dict) else labels
 
 
 def _possible(labels: Mapping[str, Any]) -> Hints:
@@ -313,12 +322,13 @@ def _possible(labels: Mapping[str, Any]) -> Hints:
 
 def _headers(request: web.Request) -> Hints:
     found: dict[str, Any] = {}
+    get = request.headers.get
     for name, headers in HEADERS.items():
         for header in headers:
-            if text := request.headers.get(header):
+            if text := get(header):
                 found.setdefault(name, text)
     for name, header in HEADERS_IN_MS.items():
-        if (text := request.headers.get(header)) is not None:
+        if (text := get(header)) is not None:
             try:
                 found[name] = float(text) / 1000
             except ValueError:
@@ -337,11 +347,8 @@ def _headers(request: web.Request) -> Hints:
     return found
 
 
-def _agent_hints(body: Any) -> Hints:
+def _agent_hints(nvext: object) -> Hints:
     """Return those of Dynamo's `nvext`, of which nothing else is served."""
-    nvext = getattr(body, "nvext", None)
-    if nvext is None:
-        return {}
     if not isinstance(nvext, dict):
         raise RequestError(f"nvext must be an object, got {nvext!r:.80}", param="nvext")
     for name, value in nvext.items():

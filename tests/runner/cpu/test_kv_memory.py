@@ -7,9 +7,13 @@ import pytest
 import torch
 
 from aioserve.errors import ConfigError
+from aioserve.params import SamplingParams
 from aioserve.runner.attention.backend import KVCacheSpec, LayerSpec
+from aioserve.runner.batch.input_batch import InputBatch
 from aioserve.runner.cpu import kv_memory
-from aioserve.runner.cpu.kv_memory import AHEAD_TOKENS, KVMemory
+from aioserve.runner.cpu.kv_memory import AHEAD_TOKENS, KVMemory, StepMemory
+from aioserve.runner.cpu.torch_attention import TorchPagedAttention
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.runner.cpu.resident import address_space, is_resident, resident_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a pool is zeros")
@@ -56,6 +60,27 @@ def test_a_thread_commits_what_will_be_needed_soon(memory: KVMemory) -> None:
     assert memory.num_committed_blocks > 3000
     for cache in (*memory.key_caches, *memory.value_caches):
         assert is_resident(cache, range(3001))
+
+
+def test_a_step_without_new_blocks_finds_those_that_it_writes_to_after_a_release() -> None:
+    backend = TorchPagedAttention(SPEC, (1 << 30) // BLOCK_BYTES, BLOCK_SIZE)
+    batch, memory = InputBatch(1, 64, BLOCK_SIZE), StepMemory(backend, BLOCK_SIZE)
+    new = NewRequestData("a", [5] * 20, 20, SamplingParams(), frozenset(), [7, 9000], 0)
+    steps = [SchedulerOutput(1, [new], CachedRequestData([], [], {}), {"a": 20}, 20, [], [])]
+    for step_id in (2, 3):
+        cached = CachedRequestData(["a"], [18 + step_id], {})
+        steps.append(SchedulerOutput(step_id, [], cached, {"a": 1}, 1, [], []))
+    for step in steps:
+        batch.apply(step)
+        if step.step_id == 3:
+            memory.release()  # as a sleep does
+        inputs = batch.prepare(step)
+        memory.commit(inputs, step)
+        if len(inputs.sampling):
+            batch.append(inputs, torch.tensor([1]).numpy())
+        for cache in (*backend.key_caches, *backend.value_caches):
+            assert is_resident(cache, [7, 9000])
+    backend.close()
 
 
 def test_committing_changes_nothing_that_was_written(memory: KVMemory) -> None:

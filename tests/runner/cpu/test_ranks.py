@@ -115,7 +115,9 @@ def make_pair(
     pairs: list[Pair] = []
 
     def make(kind: str = "llama", **model: Any) -> tuple[Driver, Pair]:
-        sections = {"speculation": model.pop("speculation", SpeculationConfig())}
+        sections = {
+            "speculation": model.pop("speculation", SpeculationConfig(speculative_method="none"))
+        }
         config = _with_ranks(make_config(model_path(kind), **model), **sections)
         pair = Pair(config, tmp_path / str(len(pairs)))
         pairs.append(pair)
