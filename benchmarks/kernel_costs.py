@@ -150,7 +150,7 @@ def quantized(args: Args) -> dict[str, Any]:
                 ]
         kinds["oneDNN"] = [pack_linear(weight.to(DTYPE), None) for weight in weights]
         kinds["bfloat16"] = [PanelLinear.of(kernels, weight.to(DTYPE), None) for weight in weights]
-        for rows in (1, 4, 16, 64, 256, 512):
+        for rows in (1, 4, 8, 13, 16, 64, 256, 512):
             inputs = [torch.randn(rows, weight.shape[1]).to(DTYPE) for weight in weights]
             runs = {kind: partial(multiply, products, inputs) for kind, products in kinds.items()}
             seconds = by_turns(runs, args.repeats, time.thread_time)

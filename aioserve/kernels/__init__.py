@@ -245,7 +245,8 @@ class Kernels:
             dtype: PanelShape(*(_I * 2).in_dll(library, f"panel_{suffix}"))
             for dtype, suffix in _SUFFIXES.items()
         }
-        #: Rows in bfloat16 from which on weights in blocks become bfloat16 in their products.
+        #: Rows in bfloat16 from which on weights in blocks become bfloat16 in their products, and
+        #: rows are not quantized.
         self.rounded_from = _I.in_dll(library, "rounded_from").value
         #: Whether products of two-byte numbers are faster than those of float32 by other means.
         self.is_fast = bool(_I.in_dll(library, "has_multiply_add").value)
@@ -439,7 +440,8 @@ class Kernels:
 
         `in_bytes`, of int8 caches: queries are rounded to int8, with one scale per token and head,
         and weights, times the scales of their values, to 8 bits, with one scale per 32 positions;
-        products are exact sums of whole numbers.
+        products are exact sums of whole numbers. But not, in bfloat16 where AMX multiplies, of rows
+        of more than 16 new tokens: those are faster without.
         """
         _, num_heads, key_dim = query.shape
         token_stride, head_stride, _ = query.stride()

@@ -131,8 +131,7 @@ def test_a_row_gets_the_same_bits_beside_any_others_and_with_any_number_of_threa
         for count in (1, 3):
             torch.set_num_threads(count)
             for rows in ROWS:
-                rounds = make is not int8_linear and is_rounded(kernels, rows, dtype)
-                expected = many if rounds else alone
+                expected = many if is_rounded(kernels, rows, dtype) else alone
                 assert torch.equal(linear(x[200 - rows :]), expected[200 - rows :]), rows
     finally:
         torch.set_num_threads(threads)

@@ -6,6 +6,7 @@ floats do, and by a step where a weight is so near a tie that the kernel may rou
 what those steps are worth at most is added to the tolerance.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -46,8 +47,11 @@ def expected(
     chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    in_bytes: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """What the tokens of a row get [heads, tokens, dim], and by how much it may differ."""
+    """What the tokens of a row get [heads, tokens, dim], and by how much it may differ. Without
+    `in_bytes`, of queries as they are, and of weights in bfloat16.
+    """
     tokens = slice(*step.query_start_loc[row : row + 2].tolist())
     length = int(step.seq_lens[row])
     query = step.query[tokens].float().transpose(0, 1)
@@ -58,7 +62,8 @@ def expected(
     most = query.abs().amax(-1, keepdim=True)
     inverse = torch.div(torch.tensor(127.0), most)  # `127 / most` would round twice
     codes = (query * inverse).round().double()
-    scores = codes @ keys.transpose(1, 2) * key_scales[:, None] * most.double() / 127
+    rounded_query = codes * most.double() / 127 if in_bytes else query.double()
+    scores = rounded_query @ keys.transpose(1, 2) * key_scales[:, None]
     scores *= scaling or step.query.shape[2] ** -0.5
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -79,6 +84,8 @@ def expected(
     if sinks is not None:
         totals += torch.exp(sinks.double()[:, None, None] - highest)
     weights *= value_scales[:, None]
+    if not in_bytes:
+        return weights @ values / totals, 2**-7 * (weights @ values.abs() / totals)
     padded = torch.nn.functional.pad(weights, (0, -length % TOGETHER)).unflatten(-1, (-1, TOGETHER))
     steps = padded.amax(-1, keepdim=True).clamp_min(1e-30) / 255
     in_steps = padded / steps
@@ -90,10 +97,14 @@ def expected(
     return out, SUMMING * sizes + slack @ values.abs() / totals + ROUNDING[step.query.dtype] * sizes
 
 
-def assert_as_expected(step: Step, out: Tensor, **options: Any) -> None:
+def assert_as_expected(
+    step: Step, out: Tensor, most_in_bytes: float = math.inf, **options: Any
+) -> None:
+    """Rows of more new tokens than `most_in_bytes` are not multiplied in bytes."""
     starts = step.query_start_loc.tolist()
     for row in range(len(step.seq_lens)):
-        should, tolerance = expected(step, row, **options)
+        in_bytes = starts[row + 1] - starts[row] <= most_in_bytes
+        should, tolerance = expected(step, row, in_bytes=in_bytes, **options)
         error = out[starts[row] : starts[row + 1]].double().transpose(0, 1) - should
         assert bool((error.abs() <= tolerance).all()), (row, float((error.abs() / tolerance).max()))
 
@@ -104,7 +115,22 @@ def test_chunks_and_decodes_are_those_of_float64(
     kernels: Kernels, dtype: torch.dtype, block_size: int
 ) -> None:
     step = make_step(MIXED, dtype, block_size=block_size)
-    assert_as_expected(step, step.run(kernels))
+    has_amx = kernels.variant == "amx_bf16" and dtype == torch.bfloat16
+    assert_as_expected(step, step.run(kernels), most_in_bytes=16 if has_amx else math.inf)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16", "f16"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "sinks": torch.linspace(-2, 2, 6)}])
+def test_rows_of_many_tokens_keep_exact_attention_where_that_is_faster(
+    kernels: Kernels, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """With AMX, in bfloat16; nowhere else."""
+    step = make_step([(1, 300), (16, 600), (17, 600), (40, 40), (130, 700)], dtype)
+    found, exact = (step.run(kernels, in_bytes=in_bytes, **options) for in_bytes in (True, False))
+    tokens = step.query_start_loc.diff().tolist()
+    has_amx = kernels.variant == "amx_bf16" and dtype == torch.bfloat16
+    parts = zip(found.split(tokens), exact.split(tokens), strict=True)
+    assert [torch.equal(*part) for part in parts] == [has_amx and count > 16 for count in tokens]
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,23 @@
 //
 // Sums are exact. Which keys share a scale depends on their positions alone, as the largest weight
 // among them does: a token's result depends neither on how its context is cut, but for the rounding
-// of floats, nor on the other rows of the step, nor on threads, at all.
+// of floats, nor on the other rows of the step, nor on threads, at all. In bfloat16, where AMX is, rows of
+// many queries go the way of attention.h: its tiles take two thirds of the time.
 
 #include "byte_tiles.h"
-#include "places.h"
+
+typedef NAME(rows_int8) OVER(rows);  // as where codes become floats
+typedef NAME(places_int8) OVER(places);
 
 // As in attention.h, but that tiles are always packed: bytes take little time.
 static void OVER(attend_item)(const attention *args, const item *work, const item *after,
                               OVER(places) *places) {
+#ifdef TILES
+    if (is_of_many(work)) {
+        NAME(attend_item_int8)(args, work, after, places);
+        return;
+    }
+#endif
     const int64_t group = args->q_heads / args->kv_heads, rows = work->tokens * group;
     const int64_t key_dim = args->key_dim, value_dim = args->value_dim;
     const int64_t lanes = lanes_of_key(key_dim), columns = columns_of_value(value_dim);
@@ -49,14 +58,14 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
         OVER(rows) *next = places->ring + (places->now + 1) % 3;
         OVER(rows) *far = places->ring + (places->now + 2) % 3;
         places->now = (places->now + 1) % 3;
-        if (OVER(foresee)(args, work, tile, after, 0, places->zeros, own))
-            OVER(prefetch_all)(own, 0, key_dim, value_dim);
-        OVER(foresee)(args, work, tile, after, 1, places->zeros, next);
-        OVER(prefetch_all)(next, last, key_dim, value_dim);  // no key here to be fetched beside
-        OVER(foresee)(args, work, tile, after, 2, places->zeros, far);
-        if (work->is_direct) OVER(prefetch_far)(far->keys, far->work->tile, key_dim);
+        if (NAME(foresee_int8)(args, work, tile, after, 0, places->zeros, own))
+            NAME(prefetch_all_int8)(own, 0, key_dim, value_dim);
+        NAME(foresee_int8)(args, work, tile, after, 1, places->zeros, next);
+        NAME(prefetch_all_int8)(next, last, key_dim, value_dim);  // no key here to be fetched beside
+        NAME(foresee_int8)(args, work, tile, after, 2, places->zeros, far);
+        if (work->is_direct) NAME(prefetch_far_int8)(far->keys, far->work->tile, key_dim);
         pack_key_codes(own->keys, next->keys, last, key_dim, keys);
-        if (work->is_direct) OVER(prefetch_far)(far->values, far->work->tile, value_dim);
+        if (work->is_direct) NAME(prefetch_far_int8)(far->values, far->work->tile, value_dim);
         pack_value_codes(own->values, next->values, last, value_dim, values);
         for (int64_t i = 0; i < last; i++) {
             scales[i] = scale_of(own->keys[i], key_dim);

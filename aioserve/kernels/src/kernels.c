@@ -19,6 +19,12 @@ const int64_t has_multiply_add = 0;
 const int64_t kept_from = KEPT_FROM;
 const int64_t rounded_from = ROUNDED_FROM;
 const int64_t lanes = W;
+// New tokens of a row in bfloat16, up to which its attention multiplies bytes: see attention_bytes.h.
+#ifdef __AMX_BF16__
+const int64_t bytes_up_to = FEW_QUERIES;
+#else
+const int64_t bytes_up_to = INT64_MAX;
+#endif
 
 #ifdef SOURCES_DIGEST
 const char sources_digest[] = SOURCES_DIGEST;  // see ../sources.py

@@ -38,7 +38,7 @@ INLINE void store_outputs(char *to, __mmask16 mask, vf outputs, int64_t size) {
 // y [rows, out] = x [rows, in] . weight^T + bias; of bfloat16, or of float where the layer is wide.
 int linear_bf16(const linear *layer, const bf16 *x, void *y, int64_t rows) {
     if (!rows) return DONE;
-    if (layer->is_int8 || (layer->num_parts && rows < ROUNDED_FROM)) {
+    if (layer->num_parts && rows < ROUNDED_FROM) {  // more are faster as they are, than as bytes, too
         if (layer->is_int8) return linear_int8_bf16(layer, x, y, rows);
         if (rows < KEPT_FROM) return linear_blocks_bf16(layer, x, y, rows);
         return linear_codes(layer, x, y, rows);

@@ -65,6 +65,9 @@ typedef struct {
     float *const *partials;        // by packed token: where its sums go, if there are several
 } item;
 
+// Whether it is some of the queries of a row that has many: such a context is in one piece.
+INLINE int is_of_many(const item *work) { return !work->partials; }
+
 typedef struct {
     item *items;    // null: there was no memory for them
     row *rows;

@@ -49,7 +49,9 @@ class CompiledAttention(AttentionBackend):
         *,
         in_bytes: bool = False,
     ) -> None:
-        """With `in_bytes`, products with K and V that are int8 round the other side, too."""
+        """With `in_bytes`, products with K and V that are int8 round the other side, too, where
+        `Kernels.paged_attention` does.
+        """
         super().__init__(spec, num_kv_blocks, block_size, windows)
         self._kernels = kernels
         self.in_bytes = in_bytes and spec.dtype is torch.int8

@@ -160,7 +160,7 @@ class BlockLinear:
     `Kernels.rounded_from` rows of bfloat16 on, inputs stay and weights become bfloat16.
 
     After `quantize_rows`, inputs of every type become whole numbers of 8 bits, 32 with one scale;
-    the weights are exact.
+    the weights are exact. From `Kernels.rounded_from` rows of bfloat16 on it changes nothing.
     """
 
     def __init__(self, kernels: Kernels, blocks: Blocks) -> None:
