@@ -138,6 +138,12 @@ class NgramDrafter(Drafter):
         """Take in the next tokens of a row."""
         self._rows[row].extend(token_ids)
 
+    def append_all(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+        texts = self._rows
+        for row, own in zip(rows, token_ids, strict=True):
+            if own:
+                texts[row].token_ids.extend(own)
+
     def drop(self, row: int, *, is_finished: bool) -> None:
         """Forget a row; what it said, if that is all of it, is remembered for others."""
         text, start = self._rows.pop(row, None), self._output_starts.pop(row, None)

@@ -90,6 +90,12 @@ class Drafter(ABC):
     def append(self, row: int, token_ids: Sequence[int]) -> None:
         """Take in the next tokens of a row."""
 
+    def append_all(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+        """Take in the next tokens of all `rows` of a step, perhaps none of some."""
+        for row, own in zip(rows, token_ids, strict=True):
+            if own:
+                self.append(row, own)
+
     @abstractmethod
     def drop(self, row: int, *, is_finished: bool) -> None:
         """Forget a row; `is_finished`: it has said all that it will."""
@@ -224,9 +230,9 @@ class DraftRows(BatchPart[bool]):
     ) -> None:
         if self.drafter is None:
             return
-        for row, own in zip(rows.tolist(), token_ids, strict=True):
-            if own:
-                self.drafter.append(row, own)
+        places = rows.tolist()
+        self.drafter.append_all(places, token_ids)
+        for row, own in zip(places, token_ids, strict=True) if self._guessed else ():
             if row in self._guessed:
                 self._guessed.remove(row)
                 if row in drafts:  # the policy may have sent none of them
