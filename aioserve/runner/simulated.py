@@ -353,11 +353,7 @@ class SimulatedRunner(RunnerInterface):
         else:
             computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             seconds = self._seconds(scheduler_output, num_encoder)
-            if self._draft_length is not None and seconds:
-                num_rows = len(scheduler_output.num_scheduled_tokens)
-                num_tokens = scheduler_output.total_num_scheduled_tokens
-                self._draft_length.stepped(num_rows, num_tokens, seconds)
-            output = self._run(scheduler_output, computed)
+            output = self._run(scheduler_output, computed, seconds)
         if (wanted := scheduler_output.parts.get(ROW_VALUES)) is not None:
             for request_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
                 if token_ids:
@@ -427,9 +423,9 @@ class SimulatedRunner(RunnerInterface):
         return sampled
 
     def _run(
-        self, scheduler_output: SchedulerOutput, computed: dict[str, int]
+        self, scheduler_output: SchedulerOutput, computed: dict[str, int], seconds: float
     ) -> ModelRunnerOutput:
-        """Return tokens of a step of any kind."""
+        """Return tokens of a step of any kind, which takes `seconds`."""
         sampled: list[list[int]] = []
         logprobs: dict[str, list[TokenLogprobs]] = {}
         drafts: dict[str, list[int]] = {}
@@ -438,6 +434,7 @@ class SimulatedRunner(RunnerInterface):
         drafted = scheduler_output.scheduled_spec_decode_tokens
         if (lengths := self._draft_length) is not None:
             lengths.asked = scheduler_output.draft_lengths
+        asking: dict[str, SimulatedRow] = {}
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             row = self._rows[request_id]
             end = computed[request_id] + num_tokens
@@ -464,7 +461,13 @@ class SimulatedRunner(RunnerInterface):
             if row.prompt is not None:
                 of_prompts[request_id], row.prompt = row.prompt, None
             if lengths is not None:
-                drafts[request_id] = self._draft(row, lengths.limit(request_id), request_id)
+                asking[request_id] = row
+        if lengths is not None and seconds:
+            num_tokens = scheduler_output.total_num_scheduled_tokens
+            lengths.stepped(len(sampled), num_tokens, seconds)
+            limits = lengths.limits(asking)
+            for request_id, row in asking.items():
+                drafts[request_id] = self._draft(row, limits.get(request_id, 0), request_id)
         req_ids = list(scheduler_output.num_scheduled_tokens)
         return ModelRunnerOutput(req_ids, sampled, logprobs, drafts, {}, of_prompts, pooled)
 

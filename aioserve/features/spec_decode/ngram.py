@@ -7,7 +7,8 @@ are verified, nor how many of them pay.
 
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from aioserve.config import SpeculationConfig
 from aioserve.features.spec_decode.draft_length import TextDraftLength
@@ -156,34 +157,39 @@ class NgramDrafter(Drafter):
     ) -> dict[int, list[int]]:
         del others, inputs, texts
         length, asked = self.length, self.length.asked
-        found = {row: self.guess(row) for row in rows if row in asked}
-        if length.is_open:
-            began = time.thread_time()  # while other threads have the interpreter, it costs nothing
-            found |= {row: self.guess(row) for row in rows if row not in asked}
-            length.looked(time.thread_time() - began)
-        return {row: token_ids for row, token_ids in found.items() if token_ids}
+        found = self._find(row for row in rows if asked.get(row))
+        if not length.is_open:
+            return self._limited(found)
+        began = time.thread_time()  # while other threads have the interpreter, it costs nothing
+        found |= self._find(row for row in rows if row not in asked)
+        limited = self._limited(found)
+        length.looked(time.thread_time() - began)
+        return limited
 
     def rests(self) -> bool:
         return not self.length.may_look()
 
-    def guess(self, row: int) -> list[int]:
-        """Return the tokens that may come next; none if nothing like it was said before, or if it
-        would not pay.
-        """
-        if self.length.asked.get(row) == 0:
-            return []
-        text = self._rows[row]
-        end = text.token_ids[-MAX_MATCH:]
-        store = self._shared.get(row)
-        sources = (text,) if store is None else (text, store.recent, store.older)
-        best, behind, found = 0, 0, text
-        for source in sources:
-            agreement, place = source.find(end)
-            if agreement > best:
-                best, behind, found = agreement, place, source
-        if not best or not (most := self.length.limit(row, best)):
-            return []
-        return found.token_ids[behind : behind + most].tolist()
+    def _find(self, rows: Iterable[int]) -> "dict[int, _Place]":
+        """Return where the ends of texts stood before, of those that stood anywhere."""
+        found = {}
+        for row in rows:
+            text, store = self._rows[row], self._shared.get(row)
+            end = text.token_ids[-MAX_MATCH:]
+            best = _Place(text, 0, 0)
+            for source in (text,) if store is None else (text, store.recent, store.older):
+                agreed, behind = source.find(end)
+                if agreed > best.agreed:
+                    best = _Place(source, agreed, behind)
+            if best.agreed:
+                found[row] = best
+        return found
+
+    def _limited(self, found: "Mapping[int, _Place]") -> dict[int, list[int]]:
+        """Return the tokens that are worth sending."""
+        if not found:
+            return {}
+        known = {row: (its.agreed, len(its.text) - its.behind) for row, its in found.items()}
+        return {row: found[row].draft(limit) for row, limit in self.length.limits(known).items()}
 
     def _store_of(self, adapter_id: str) -> _Store:
         store = self._stores.pop(adapter_id, None) or _Store(self._size, self._store_tokens)
@@ -191,6 +197,18 @@ class NgramDrafter(Drafter):
         if len(self._stores) > MAX_STORES:
             del self._stores[next(iter(self._stores))]
         return store
+
+
+class _Place(NamedTuple):
+    """The place where the end of a text stood before."""
+
+    text: NgramText
+    agreed: int  # tokens
+    behind: int  # the place after them
+
+    def draft(self, num_tokens: int) -> list[int]:
+        token_ids: list[int] = self.text.token_ids[self.behind : self.behind + num_tokens].tolist()
+        return token_ids
 
 
 def ngram_drafter(config: SpeculationConfig) -> NgramDrafter | None:

@@ -8,7 +8,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from aioserve.support.parts import Brought
+
+K = TypeVar("K", bound=Hashable)
 
 
 class Texts(NamedTuple):
@@ -53,8 +55,11 @@ class DraftLengths(Protocol):
     def verified(self, request: Hashable, num_drafts: int, num_right: int) -> None:
         """Record how many draft tokens were sent and accepted."""
 
-    def limit(self, request: Hashable) -> int:
-        """Return the most draft tokens that pay for it now, if none are `asked` for."""
+    def limits(self, requests: Mapping[K, Any]) -> dict[K, int]:
+        """Return the most draft tokens of each of `requests` that are worth sending now, for some
+        of them perhaps none; what is `asked` for is among them. `requests` says of each what a way
+        of drafting knows of it, if anything.
+        """
 
     def forget(self, request: Hashable) -> None:
         """Drop the record of a request that has left, or whose id is reused."""

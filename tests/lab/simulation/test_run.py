@@ -253,7 +253,7 @@ def test_each_class_has_drafts_as_good_as_the_workload_says() -> None:
 
 def test_the_share_of_right_drafts_is_that_which_was_asked_for() -> None:
     for chance in (0.0, 0.6, 1.0):
-        requests = [request(i, 40, 100, text=i, draft_acceptance=chance) for i in range(20)]
+        requests = [request(i, 40, 100, text=i, draft_acceptance=chance) for i in range(80)]
         outcome = simulate(drafting(1), workload(*requests))
         share = outcome.num_right_drafts / outcome.num_draft_tokens
         deviation = (chance * (1 - chance) / outcome.num_draft_tokens) ** 0.5
