@@ -2,12 +2,15 @@
 
     python benchmarks/speculation.py rewrite [--streams 1 4 16] [--rounds 3]
     python benchmarks/speculation.py chat [--draft-model SMALL] [--temperature 0]
+    python benchmarks/speculation.py code [--tasks write edit] [--model qwen]
     python benchmarks/speculation.py wrong     # simulated, all guesses wrong
     python benchmarks/speculation.py mtp [--models llama qwen3_5_text glm4_moe] [--streams 1 4]
 
 `rewrite` asks for a piece of this repository's code again, with one name changed: what a coding
 assistant does. Greedy. `chat` asks a short question and samples at temperature 1: little stands in
-the text that could come again, so this shows what guessing costs where it does not pay. Two engines
+the the text that could come again, so this shows what guessing costs where it does not pay. `code`
+asks Qwen2.5-Coder-0.5B-Instruct, which is fetched from the package index (491 MB), to `write` a
+function and to `edit` code of this repository as a developer would ask for. Greedy. Two engines
 in this process, one with `--method` and one without, take turns on the same prompts; no prompt
 comes twice, so none is known from an earlier round. As many tokens each. Medians of the rounds, and
 of the ratios of each; of processor time as well, which other processes disturb less; and how many
@@ -22,8 +25,10 @@ How often a published layer is right is not shown. The last line is JSON.
 import asyncio
 import itertools
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +36,8 @@ import torch
 from harness import MODELS, ROOT, TEXTS, Args, Opt, Program, Table, ratio
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+sys.path.insert(0, str(ROOT))
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import (
@@ -48,11 +55,14 @@ from aioserve.lab.workloads.synthetic import (
     WorkloadSpec,
     generate,
 )
+from tests.real_models.weights import fetched
 
 program = Program(__doc__)
 
 LINES = 30  # of code in a prompt
-REWRITE = "Write this code again, with `self` renamed to `this`:\n```\n{}\n```"
+#: What is asked for with a piece of code, and what is filled in otherwise.
+ASKED = {"rewrite": ["Write this code again, with `self` renamed to `this`:"], **TEXTS["asked"]}
+FILLED = {"write": TEXTS["functions"], "chat": TEXTS["subjects"]}
 
 
 def excerpts() -> list[str]:
@@ -87,9 +97,10 @@ def simulate_wrong(args: Args) -> None:
 
 def questions(task: str) -> list[str]:
     """Of one task, each once."""
-    if task == "rewrite":
-        return [REWRITE.format(text) for text in excerpts()]
-    return [question.format(it) for question in TEXTS["chat"] for it in TEXTS["subjects"]]
+    if (things := FILLED.get(task)) is not None:
+        return [question.format(it) for question in ASKED[task] for it in things]
+    pieces = zip(excerpts(), itertools.cycle(ASKED[task]), strict=False)
+    return [f"{question}\n```python\n{text}\n```" for text, question in pieces]
 
 
 async def start(args: Args, speculation: SpeculationConfig) -> AsyncEngine:
@@ -130,45 +141,53 @@ def drafted(engine: AsyncEngine) -> tuple[int, int]:
     return stats.num_draft_tokens, stats.num_accepted_tokens
 
 
-async def compare_tasks(task: str, args: Args) -> dict[str, Any]:
-    """Two engines on the questions of a task."""
+async def compare_tasks(tasks: Sequence[str], args: Args) -> dict[str, Any]:
+    """Two engines on the questions of tasks."""
     off = await start(args, SpeculationConfig(speculative_method="none"))
     method: Any = "draft" if args.draft_model else args.method
     speculation = SpeculationConfig(speculative_method=method, draft_model=args.draft_model)
     on = await start(args, speculation)
-    texts = iter(questions(task))
-    temperature = args.temperature
-    for engine in (off, on):
-        await measure(engine, [next(texts)], 20, temperature)
     numbers = {"without": "10.1f", "with": "10.1f", "times": "8.2f", "CPU": "8.2f"}
     counts = {"drafts": "8", "right": "8", "of tokens": "11", "equal replies": "15.0%"}
-    table = Table({"streams": "7", **numbers, **counts})
-    for streams in args.streams:
-        rounds, before = list[dict[str, Speed]](), drafted(on)
-        for _ in range(args.rounds):
-            batch, engines = [next(texts) for _ in range(streams)], {"without": off, "with": on}
-            order = list(engines)[:: -1 if len(rounds) % 2 else 1]
-            rounds.append(
-                {n: await measure(engines[n], batch, args.tokens, temperature) for n in order}
-            )
-        runs = {name: [found[name] for found in rounds] for name in ("without", "with")}
-        rates = {name: [run.tokens_per_second for run in own] for name, own in runs.items()}
-        seconds = {name: [run.cpu_seconds for run in own] for name, own in runs.items()}
-        replies = [
-            pair
-            for own, other in zip(runs["with"], runs["without"], strict=True)
-            for pair in zip(own.replies, other.replies, strict=True)
-        ]
-        num_drafts, num_right = (now - then for now, then in zip(drafted(on), before, strict=True))
-        row: dict[str, Any] = {name: statistics.median(own) for name, own in rates.items()}
-        row |= {"times": ratio(rates["with"], rates["without"])}
-        row |= {"CPU": ratio(seconds["with"], seconds["without"])}
-        row |= {"drafts": num_drafts, "right": num_right, "of tokens": len(replies) * args.tokens}
-        row["equal replies"] = sum(own == other for own, other in replies) / len(replies)
-        table.add({"streams": streams, **row, "rounds": rates})
+    table = Table({"task": "<8", "streams": "7", **numbers, **counts})
+    for task in tasks:
+        texts = iter(questions(task))
+        for engine in (off, on):
+            await measure(engine, [next(texts)], 20, args.temperature)
+        for streams in args.streams:
+            row = await compare(off, on, texts, streams, args)
+            table.add({"task": task, "streams": streams, **row})
     for engine in (off, on):
         await engine.__aexit__(None, None, None)
     return {"rows": table.rows}
+
+
+async def compare(
+    off: AsyncEngine, on: AsyncEngine, texts: Iterator[str], streams: int, args: Args
+) -> dict[str, Any]:
+    """Rounds in turns, and what they come to."""
+    rounds, before = list[dict[str, Speed]](), drafted(on)
+    for _ in range(args.rounds):
+        batch, engines = [next(texts) for _ in range(streams)], {"without": off, "with": on}
+        order = list(engines)[:: -1 if len(rounds) % 2 else 1]
+        rounds.append(
+            {n: await measure(engines[n], batch, args.tokens, args.temperature) for n in order}
+        )
+    runs = {name: [found[name] for found in rounds] for name in ("without", "with")}
+    rates = {name: [run.tokens_per_second for run in own] for name, own in runs.items()}
+    seconds = {name: [run.cpu_seconds for run in own] for name, own in runs.items()}
+    replies = [
+        pair
+        for own, other in zip(runs["with"], runs["without"], strict=True)
+        for pair in zip(own.replies, other.replies, strict=True)
+    ]
+    num_drafts, num_right = (now - then for now, then in zip(drafted(on), before, strict=True))
+    row: dict[str, Any] = {name: statistics.median(own) for name, own in rates.items()}
+    row |= {"times": ratio(rates["with"], rates["without"])}
+    row |= {"CPU": ratio(seconds["with"], seconds["without"])}
+    row |= {"drafts": num_drafts, "right": num_right, "of tokens": len(replies) * args.tokens}
+    row["equal replies"] = sum(own == other for own, other in replies) / len(replies)
+    return row | {"rounds": rates}
 
 
 TASK: dict[str, Any] = {
@@ -186,13 +205,24 @@ TASK: dict[str, Any] = {
 @program.command("rewrite", **TASK)
 async def rewrite(args: Args) -> dict[str, Any]:
     """Code again, with one name changed."""
-    return await compare_tasks("rewrite", args)
+    return await compare_tasks(["rewrite"], args)
 
 
 @program.command("chat", **TASK | {"temperature": 1.0})
 async def chat(args: Args) -> dict[str, Any]:
     """Measure drafts on short questions with sampled replies."""
-    return await compare_tasks("chat", args)
+    return await compare_tasks(["chat"], args)
+
+
+CODE: dict[str, Any] = {"model": "qwen", "tasks": Opt(["write", "edit"], choices=["write", "edit"])}
+
+
+@program.command("code", **TASK | CODE)
+async def code(args: Args) -> dict[str, Any]:
+    """Measure drafts where a model for code writes functions and edits code."""
+    if args.model == "qwen":
+        args.model = str(fetched("qwen"))
+    return await compare_tasks(args.tasks, args)
 
 
 # MTP layers.
