@@ -31,7 +31,8 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from aioserve.engine.prompt import Encoded
-from aioserve.features.spec_decode.draft_length import DraftLength, ModelDraftLength
+from aioserve.features.spec_decode.draft_length import DraftLength
+from aioserve.features.spec_decode.model_drafter import ModelDraftLength
 from aioserve.outputs import SchedulerStats, TokenLogprobs
 from aioserve.params import StructuredOutputs
 from aioserve.request import EncoderInput

@@ -13,7 +13,8 @@ from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig, SpeculationConfig
 from aioserve.features.spec_decode.cpu_passes import CpuDraftRunner
-from aioserve.features.spec_decode.draft_length import DraftLength, ModelDraftLength
+from aioserve.features.spec_decode.draft_length import DraftLength
+from aioserve.features.spec_decode.model_drafter import ModelDraftLength
 from aioserve.features.spec_decode.ngram import NgramText
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.records import FORMAT_VERSION, MAGIC, Planned

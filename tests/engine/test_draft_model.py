@@ -21,8 +21,7 @@ from aioserve.config import ModelConfig, SchedulerConfig, SpeculationConfig
 from aioserve.errors import ConfigError
 from aioserve.features.spec_decode import cpu_passes
 from aioserve.features.spec_decode.cpu_passes import CpuDraftRunner
-from aioserve.features.spec_decode.draft_length import ModelDraftLength
-from aioserve.features.spec_decode.model_drafter import DraftModel
+from aioserve.features.spec_decode.model_drafter import DraftModel, ModelDraftLength
 from aioserve.outputs import RequestOutput
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.batch.input_batch import InputBatch

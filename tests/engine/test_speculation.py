@@ -11,9 +11,9 @@ from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig, Speculati
 from aioserve.errors import ConfigError
 from aioserve.features.spec_decode.draft_length import (
     DraftLength,
-    ModelDraftLength,
     TextDraftLength,
 )
+from aioserve.features.spec_decode.model_drafter import ModelDraftLength
 from aioserve.kernels import usable_variants
 from aioserve.outputs import RequestOutput, SchedulerStats
 from aioserve.params import StructuredOutputs

@@ -17,7 +17,7 @@ from aioserve.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from aioserve.features.spec_decode.draft_length import ModelDraftLength
+from aioserve.features.spec_decode.model_drafter import ModelDraftLength
 from tests.kit import greedy, stats_of, tokens_of
 from tests.kv_connector.serving import connector_stats
 from tests.models import make_model

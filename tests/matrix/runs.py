@@ -15,7 +15,8 @@ from aioserve import AsyncEngine, MultimodalPrompt, PoolingParams, SamplingParam
 from aioserve.engine import EngineClient
 from aioserve.features.formats import Call, Function
 from aioserve.features.formats.json_formats import HermesParser
-from aioserve.features.spec_decode.draft_length import DraftLength, ModelDraftLength
+from aioserve.features.spec_decode.draft_length import DraftLength
+from aioserve.features.spec_decode.model_drafter import ModelDraftLength
 from aioserve.lab.decision_log.reader import DecisionLog
 from aioserve.lab.decision_log.replay import replay
 from tests.kit import stats_of

@@ -13,9 +13,9 @@ from aioserve.features.spec_decode.draft_length import (
     MOST_DEBT,
     TRIAL_INTERVAL,
     DraftLength,
-    ModelDraftLength,
     TextDraftLength,
 )
+from aioserve.features.spec_decode.model_drafter import ModelDraftLength
 
 
 def limit(length: DraftLength, name: str, agreed: int | None = None) -> int:

@@ -19,8 +19,7 @@ import aioserve
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from aioserve.errors import ConfigError
-from aioserve.features.spec_decode.draft_length import ModelDraftLength
-from aioserve.features.spec_decode.model_drafter import HeadDrafter
+from aioserve.features.spec_decode.model_drafter import HeadDrafter, ModelDraftLength
 from aioserve.gpu.cuda import flashinfer_attention
 from aioserve.gpu.cuda import load as cuda_load
 from aioserve.gpu.cuda.executor import capture_sizes

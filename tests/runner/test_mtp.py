@@ -26,8 +26,7 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from aioserve.errors import ConfigError
-from aioserve.features.spec_decode.draft_length import ModelDraftLength
-from aioserve.features.spec_decode.model_drafter import HeadDrafter
+from aioserve.features.spec_decode.model_drafter import HeadDrafter, ModelDraftLength
 from aioserve.runner.interface import RunnerInterface
 from tests.adapters import make_adapter
 from tests.engine.test_speculation import check_equal, generate

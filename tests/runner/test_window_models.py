@@ -17,7 +17,8 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from aioserve.errors import ConfigError
-from aioserve.features.spec_decode.draft_length import DraftLength, ModelDraftLength
+from aioserve.features.spec_decode.draft_length import DraftLength
+from aioserve.features.spec_decode.model_drafter import ModelDraftLength
 from tests.kit import expected_tokens, greedy, make_prompts, small_config, stats_of, tokens_of
 from tests.models import make_model
 from tests.slow import mostly_slow

@@ -9,12 +9,13 @@ common, which guess from states of the model that they are for.
 
 import json
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +24,13 @@ from torch import Tensor
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.features.spec_decode.draft_length import ModelDraftLength
+from aioserve.features.spec_decode.draft_length import (
+    FIRST_CHANCE,
+    STEP_MEMORY,
+    DraftLength,
+    Record,
+    StepTimes,
+)
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import (
     AttentionCall,
@@ -43,8 +50,73 @@ if TYPE_CHECKING:
     from aioserve.runner.ranks import Ranks
 
 
+K = TypeVar("K", bound=Hashable)
+
+# Steps in which the first guesses of a request must repay the reading of its text. A guess.
+REPAID_IN = 128
+TRIAL_SHARE = 0.01  # of the time of steps, for trials of a draft model that pays for no request
+
 #: Logits [S, V] of the S rows that sample, as `ServedModel.forward` gives them.
 Forward = Callable[[ModelInputs, LayerAttention], Tensor]
+
+
+class ModelDraftLength(DraftLength):
+    """The length of drafts that a model makes, for all requests at once, which takes time itself.
+
+    How often it is right is a property of the model: what is seen of one request is what is
+    believed of the next.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(max_tokens)
+        self._draft_times = StepTimes()
+        self._seconds_since_trial = 0.0  # of steps
+        self._all = Record()
+
+    def forget_times(self) -> None:
+        super().forget_times()
+        self._draft_times, self._seconds_since_trial = StepTimes(), 0.0
+
+    def drafted(self, num_tokens: int, seconds: float) -> None:
+        """Record a pass of the draft model over this many tokens."""
+        self._draft_times.add(num_tokens, max(seconds, 1e-6))
+
+    def _settle(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """A pass of the drafting model makes one guess for each row."""
+        self._seconds_since_trial += seconds
+        self._making = self._draft_times.seconds(num_rows) / num_rows
+
+    def verified(self, request: Hashable, num_drafts: int, num_right: int) -> None:
+        super().verified(request, num_drafts, num_right)
+        self._all.note(num_drafts, num_right, STEP_MEMORY)
+
+    def limits(self, requests: Mapping[K, int]) -> dict[K, int]:
+        """`requests`: by request, the tokens that the model has to read first. If drafts pay for
+        none, now and then one token for the request of which it has to read fewest.
+        """
+        asked = {r: min(self.asked[r], self.max_tokens) for r in requests if r in self.asked}
+        unread = {request: own for request, own in requests.items() if request not in asked}
+        found = {r: self._found(r, own) for r, own in unread.items() if self._repays(r, own)}
+        limits = {request: limit for request, limit in asked.items() if limit}
+        limits |= self._paying(found, sum(limits.values()))
+        if limits or not unread or self.compares:
+            return limits
+        request = min(unread, key=unread.__getitem__)
+        if self._draft_times.seconds(unread[request]) > TRIAL_SHARE * self._seconds_since_trial:
+            return {}
+        self._seconds_since_trial = 0.0
+        return {request: 1}
+
+    def _repays(self, request: Hashable, num_unread: int) -> bool:
+        """Return whether guesses for it are worth reading its text first."""
+        if num_unread <= self.max_tokens + 1:  # what was said since the last guess
+            return True
+        gain = self._record(request).chance(self._first_chance()) - self.price
+        of_row = self._times.seconds(self._num_rows) / self._num_rows or math.inf
+        return gain * of_row * REPAID_IN >= self._draft_times.seconds(num_unread)
+
+    def _first_chance(self) -> float:
+        return self._all.chance(FIRST_CHANCE)
 
 
 class DraftRunner(ABC):

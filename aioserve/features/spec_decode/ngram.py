@@ -7,8 +7,7 @@ are verified, nor how many of them pay.
 
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 from aioserve.config import SpeculationConfig
 from aioserve.features.spec_decode.draft_length import TextDraftLength
@@ -27,9 +26,7 @@ class NgramText:
 
     Places of one n-gram are chained from the newest to the oldest, as in zlib's deflate. Tokens are
     entered when something is looked for, so a text without a search costs nothing. A token takes
-    106 bytes and, on a shared Xeon, 0.4 us to enter among many, 2.2 us alone; to look for what is
-    not there takes 0.9 us, and 5 us where 16 tokens agree (`python benchmarks/speculation.py
-    lookup`).
+    106 bytes.
     """
 
     __slots__ = ("_newest", "_previous", "_size", "token_ids")
@@ -169,27 +166,27 @@ class NgramDrafter(Drafter):
     def rests(self) -> bool:
         return not self.length.may_look()
 
-    def _find(self, rows: Iterable[int]) -> "dict[int, _Place]":
-        """Return where the ends of texts stood before, of those that stood anywhere."""
+    def _find(self, rows: Iterable[int]) -> "dict[int, tuple[int, array[int]]]":
+        """Return in how many tokens the ends of texts agree with a place, and what is behind it."""
         found = {}
         for row in rows:
             text, store = self._rows[row], self._shared.get(row)
             end = text.token_ids[-MAX_MATCH:]
-            best = _Place(text, 0, 0)
+            best, behind, place = 0, 0, text
             for source in (text,) if store is None else (text, store.recent, store.older):
-                agreed, behind = source.find(end)
-                if agreed > best.agreed:
-                    best = _Place(source, agreed, behind)
-            if best.agreed:
-                found[row] = best
+                agreed, at = source.find(end)
+                if agreed > best:
+                    best, behind, place = agreed, at, source
+            if best:
+                most = self.length.max_tokens
+                found[row] = best, place.token_ids[behind : behind + most]
         return found
 
-    def _limited(self, found: "Mapping[int, _Place]") -> dict[int, list[int]]:
+    def _limited(self, found: "dict[int, tuple[int, array[int]]]") -> dict[int, list[int]]:
         """Return the tokens that are worth sending."""
-        if not found:
-            return {}
-        known = {row: (its.agreed, len(its.text) - its.behind) for row, its in found.items()}
-        return {row: found[row].draft(limit) for row, limit in self.length.limits(known).items()}
+        known = {row: (agreed, len(token_ids)) for row, (agreed, token_ids) in found.items()}
+        limits = self.length.limits(known).items() if known else ()
+        return {row: found[row][1][:limit].tolist() for row, limit in limits}
 
     def _store_of(self, adapter_id: str) -> _Store:
         store = self._stores.pop(adapter_id, None) or _Store(self._size, self._store_tokens)
@@ -197,18 +194,6 @@ class NgramDrafter(Drafter):
         if len(self._stores) > MAX_STORES:
             del self._stores[next(iter(self._stores))]
         return store
-
-
-class _Place(NamedTuple):
-    """The place where the end of a text stood before."""
-
-    text: NgramText
-    agreed: int  # tokens
-    behind: int  # the place after them
-
-    def draft(self, num_tokens: int) -> list[int]:
-        token_ids: list[int] = self.text.token_ids[self.behind : self.behind + num_tokens].tolist()
-        return token_ids
 
 
 def ngram_drafter(config: SpeculationConfig) -> NgramDrafter | None:

@@ -8,7 +8,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,8 +28,6 @@ from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from aioserve.support.parts import Brought
-
-K = TypeVar("K", bound=Hashable)
 
 
 class Texts(NamedTuple):
@@ -55,10 +53,9 @@ class DraftLengths(Protocol):
     def verified(self, request: Hashable, num_drafts: int, num_right: int) -> None:
         """Record how many draft tokens were sent and accepted."""
 
-    def limits(self, requests: Mapping[K, Any]) -> dict[K, int]:
-        """Return the most draft tokens of each of `requests` that are worth sending now, for some
-        of them perhaps none; what is `asked` for is among them. `requests` says of each what a way
-        of drafting knows of it, if anything.
+    def limits(self, requests: Mapping[Any, Any]) -> dict[Any, int]:
+        """Return how many draft tokens of `requests` are worth sending now, all that are `asked`
+        for among them. `requests` says of each what a way of drafting knows of it.
         """
 
     def forget(self, request: Hashable) -> None:

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from aioserve.config import SpeculationConfig
-from aioserve.features.spec_decode.draft_length import ModelDraftLength
+from aioserve.features.spec_decode.model_drafter import ModelDraftLength
 from tests.engine.test_speculation import NONE, check_equal, generate
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.on_device import make_device_runner

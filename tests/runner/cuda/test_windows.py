@@ -18,7 +18,8 @@ import torch
 from aioserve import AsyncEngine, EngineConfig
 from aioserve.config import CacheConfig, SchedulerConfig, SpeculationConfig
 from aioserve.errors import ConfigError
-from aioserve.features.spec_decode.draft_length import DraftLength, ModelDraftLength
+from aioserve.features.spec_decode.draft_length import DraftLength
+from aioserve.features.spec_decode.model_drafter import ModelDraftLength
 from aioserve.features.states.windows import WindowBlockPool
 from aioserve.gpu.cuda import flashinfer_attention
 from aioserve.gpu.cuda import load as loading
