@@ -2,6 +2,7 @@
 
     python benchmarks/build_peers.py                    # make bench-peers does
     python benchmarks/build_peers.py llama.cpp vllm     # these alone
+    python benchmarks/build_peers.py llama.cpp-avx2     # for peers.py --held avx2
 
 llama.cpp is compiled for this CPU from the source in the sdist of its Python package; vLLM's CPU
 build and OpenVINO GenAI are installed, each with a virtual environment of its own, all in
@@ -18,7 +19,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +38,18 @@ HALF = MODELS / "F16.gguf"  # for OpenVINO, which reads no BF16 and computes in 
 DIRECTORY = MODELS / "directory"  # the weights of BF16.gguf for those that read no GGUF
 SMOLLM2 = ROOT / "models" / "test" / "smollm2"  # the Q4_1 file unpacked, for vLLM
 SEATS = 64
-SLOT_TOKENS = 2176  # of a slot of llama.cpp: the longest load has 2,064
+SLOT_TOKENS = 2176  # of a slot of llama.cpp: W3 has 2,064
+MODEL_TOKENS = 8192
+#: What keeps aioserve, torch, MKL, numpy, oneDNN and OpenVINO from more than AVX2 on a CPU that has
+#: more. llama.cpp is compiled anew for that, and vLLM started by `vllm_avx2.py`.
+HELD = {
+    "AIOSERVE_KERNELS": "avx2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512F AVX512_SKX AVX512_ICL AVX512_SPR",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "OV_CPU_MAX_ISA": "AVX2",
+}
 
 LLAMA = "llama_cpp_python==0.3.36"
 OPENVINO = "openvino-genai==2026.4.1.0"
@@ -58,6 +71,7 @@ class Peer(NamedTuple):
     needs: tuple[Path, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     ready: str = "/health"
+    tokens: int = MODEL_TOKENS  # for which a request has room, prompt and output
 
     @property
     def missing(self) -> str | None:
@@ -71,15 +85,17 @@ class Peer(NamedTuple):
         return {"program": self.words, "ready": self.ready, "env": environment}
 
 
-def servers() -> list[Peer]:
-    """All that this checkout knows, in the order of the tables."""
+def servers(*, is_held: bool = False) -> list[Peer]:
+    """All that this checkout knows, in the order of the tables. Held to AVX2, each also needs the
+    variables of `HELD`.
+    """
     found = [ours(f"ours-{weights}", "aioserve", weights) for weights in FILES]
     found += [
         ours(f"ours-{weights}-int8", "aioserve, `--activations int8`", weights, "int8")
         for weights in ("Q8_0", "Q4_0")
     ]
-    found += [llama_cpp(weights) for weights in FILES]
-    return [*found, vllm(), *openvino()]
+    found += [llama_cpp(weights, PEERS / f"llama.cpp{'-avx2' * is_held}") for weights in FILES]
+    return [*found, vllm(is_held), *openvino()]
 
 
 def ours(key: str, label: str, weights: str, activations: str | None = None) -> Peer:
@@ -90,22 +106,27 @@ def ours(key: str, label: str, weights: str, activations: str | None = None) -> 
     return Peer(key, label, weights, tuple(words), (FILES[weights],), ready="/ready")
 
 
-def llama_cpp(weights: str) -> Peer:
-    """llama.cpp's own server, compiled for this CPU. It repacks Q4_0 and Q8_0 as it loads."""
-    program = PEERS / "llama.cpp" / "llama-server"
+def llama_cpp(weights: str, folder: Path) -> Peer:
+    """llama.cpp's own server. It repacks Q4_0 and Q8_0 as it loads."""
+    program = folder / "llama-server"
     threads = str(default_num_threads())
     words = [str(program), "-m", str(FILES[weights]), "--host", "127.0.0.1", "--port", "{port}"]
     words += ["-np", str(SEATS), "-c", str(SEATS * SLOT_TOKENS), "-t", threads, "-tb", threads]
     words += ["--no-webui", "--cache-ram", "0"]
-    needs = (program, FILES[weights])
-    return Peer(f"llama.cpp-{weights}", "llama.cpp", weights, tuple(words), needs)
+    needs, key = (program, FILES[weights]), f"llama.cpp-{weights}"
+    return Peer(key, "llama.cpp", weights, tuple(words), needs, tokens=SLOT_TOKENS)
 
 
-def vllm() -> Peer:
-    """vLLM's CPU build, with the OpenMP of Intel and the malloc that its documents ask for."""
+def vllm(is_held: bool = False) -> Peer:
+    """vLLM's CPU build, with the OpenMP of Intel and the malloc that its documents ask for. With
+    AVX2 alone oneDNN has no products of bfloat16; without them vLLM is slower than in float32.
+    """
     folder = PEERS / "vllm"
-    words = [str(folder / "bin/vllm"), "serve", str(DIRECTORY), "--port", "{port}"]
-    words += ["--dtype", BFLOAT16, "--max-model-len", "4096", "--max-num-seqs", str(SEATS)]
+    start = [folder / "bin/python", Path(__file__).with_name("vllm_avx2.py")]
+    words = [*map(str, start if is_held else [folder / "bin/vllm"]), "serve", str(DIRECTORY)]
+    words += ["--dtype", "float32" if is_held else BFLOAT16, "--max-num-seqs", str(SEATS)]
+    words += ["--max-model-len", str(MODEL_TOKENS), "--port", "{port}"]
+    label = "vLLM (CPU)" + ", `--dtype float32`" * is_held
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_NO_USAGE_STATS": "1",
@@ -121,7 +142,7 @@ def vllm() -> Peer:
     if preload:
         environment["LD_PRELOAD"] = os.pathsep.join(preload)
     needs = (folder / "bin/vllm", DIRECTORY)
-    return Peer("vllm", "vLLM (CPU)", BFLOAT16, tuple(words), needs, tuple(environment.items()))
+    return Peer("vllm", label, BFLOAT16, tuple(words), needs, tuple(environment.items()))
 
 
 def openvino() -> list[Peer]:
@@ -139,9 +160,11 @@ def openvino() -> list[Peer]:
 # How each is built.
 
 
-def build_llama_cpp(folder: Path) -> None:
-    """llama.cpp's server, and its programs that make quantized files and measure perplexity, from
-    the source that is in a package's sdist; nothing but the programs is kept.
+def build_llama_cpp(
+    folder: Path, programs: Sequence[str] = LLAMA_PROGRAMS, switches: Sequence[str] = ()
+) -> None:
+    """llama.cpp's server, or its programs that make quantized files and measure perplexity too,
+    from the source that is in a package's sdist; nothing but the programs is kept.
     """
     name = LLAMA.partition("==")[0]
     with tempfile.TemporaryDirectory(dir=PEERS) as work:
@@ -151,11 +174,11 @@ def build_llama_cpp(folder: Path) -> None:
             packed.extractall(work, filter="data")
         [tree] = Path(work).glob("*/vendor/llama.cpp")
         build = Path(work) / "build"
-        switches = [f"-D{switch}" for switch in SWITCHES]
-        _run("cmake", "-S", tree, "-B", build, "-G", "Ninja", *switches)
-        _run("cmake", "--build", build, "-j", JOBS, "--target", *LLAMA_PROGRAMS)
+        given = [f"-D{switch}" for switch in (*SWITCHES, *switches)]
+        _run("cmake", "-S", tree, "-B", build, "-G", "Ninja", *given)
+        _run("cmake", "--build", build, "-j", JOBS, "--target", *programs)
         folder.mkdir(exist_ok=True)
-        for target in LLAMA_PROGRAMS:
+        for target in programs:
             shutil.copy2(build / "bin" / target, folder / target)
 
 
@@ -174,7 +197,12 @@ BUILDS: dict[str, Callable[[Path], None]] = {
     "llama.cpp": build_llama_cpp,
     "vllm": build_vllm,
     "openvino": build_openvino,
+    # With GGML_NATIVE off it is compiled for AVX2, FMA, F16C and BMI2.
+    "llama.cpp-avx2": partial(
+        build_llama_cpp, programs=["llama-server"], switches=["GGML_NATIVE=OFF"]
+    ),
 }
+ON_DEMAND = {"llama.cpp-avx2"}  # built if it is named
 
 
 def _pip(python: Path | str, *words: str) -> None:
@@ -247,7 +275,7 @@ def smollm2_directory() -> Path:
 program = Program(__doc__)
 
 
-@program.command(words={"peers": list(BUILDS)})
+@program.command(words={"peers": [name for name in BUILDS if name not in ON_DEMAND]})
 def build(args: Args) -> tuple[None, int]:
     """Build what is missing of the named peers."""
     if unknown := set(args.peers) - set(BUILDS):

@@ -465,6 +465,11 @@ class LoadShape(NamedTuple):
     per_stream: int = 2  # requests, one after the other
 
     @property
+    def request_tokens(self) -> int:
+        """Tokens of a request and its reply."""
+        return self.prefix_tokens + self.input_tokens + self.output_tokens
+
+    @property
     def words(self) -> str:
         """The shape of the load in words, for a table."""
         prefix = f"{self.prefix_tokens} shared + " if self.prefix_tokens else ""
@@ -478,6 +483,9 @@ LOADS = {
     "W4": LoadShape(8, 64, 32, prefix_tokens=1024),
     "W5": LoadShape(64, 128, 64),
     "W6": LoadShape(256, 16, 128),  # meant for a model of 2 million parameters
+    "P2": LoadShape(1, 2048, 8),  # prompts, up to the 8,192 tokens of SmolLM2
+    "P4": LoadShape(1, 4096, 8),
+    "P8": LoadShape(1, 8100, 8),
 }
 
 

@@ -3,13 +3,16 @@
     make bench-peers                                   # builds the peers, then runs this
     python benchmarks/peers.py --rounds 1 --loads W1 W5 --servers ours-Q4_0 llama.cpp-Q4_0
     python benchmarks/peers.py --write                 # the tables of README.md and docs/
+    python benchmarks/peers.py --loads P2 P4 P8 --servers ours-bfloat16 vllm openvino-bfloat16
+    python benchmarks/peers.py --held avx2             # on a CPU that has more than AVX2
     python benchmarks/peers.py ours=http://127.0.0.1:8000 llama.cpp=http://127.0.0.1:8080
 
 In each round every server is started, warmed up, sent all loads and stopped, one after the other;
 the order turns from round to round. One generator sends all loads; in a round all servers get the
 same texts, new to each. Before each server this waits until the machine is quiet, and notes what
 others used of it meanwhile. Results are kept after each server, in `build/bench-peers`: an
-interrupted run of the same revision goes on where it was, and `--fresh` begins anew.
+interrupted run of the same revision goes on where it was, and `--fresh` begins anew. Long prompts
+(P2 to P8) run alone, and have their floor measured in each round, as if it were a server.
 
 A cell of a table is the median of the rounds with the least and the most of them; `*` says that
 other processes used the machine meanwhile. What is written into README.md and docs/ stands between
@@ -24,20 +27,23 @@ last line is JSON.
 import asyncio
 import datetime
 import math
+import multiprocessing
 import os
 import random
 import re
+import shlex
 import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from build_peers import BFLOAT16, FILES, Peer, servers
+from build_peers import BFLOAT16, DIRECTORY, FILES, HELD, Peer, servers
 from harness import (
     LOADS,
     ROOT,
@@ -72,9 +78,10 @@ from aioserve.lab.workloads.synthetic import (
 from aioserve.runner.cpu.machine import default_num_threads
 from aioserve.support import __version__
 
-FOLDER = ROOT / "build" / "bench-peers"
 #: Requests of a stream: fewer than of servers that run, so that a round of all takes minutes.
-PER_STREAM = {"W1": 3, "W2": 1, "W3": 1, "W4": 2, "W5": 1}
+PER_STREAM = {"W1": 3, "W2": 1, "W3": 1, "W4": 2, "W5": 1, "P2": 6, "P4": 4, "P8": 2}
+PROMPTS = ("P2", "P4", "P8")
+FLOOR = Peer("floor", "floor: products and attention", BFLOAT16, ())
 ON_DEMAND = {"openvino-Q8_0"}  # measured if it is named
 WARM_UP_SEED = 1
 WARM_UP = LoadShape(64, 32, 8, per_stream=1)
@@ -86,6 +93,7 @@ COLUMNS: dict[str, Callable[[Document], float]] = {
     "gap p99 ms": lambda d: 1e3 * d["durations"]["gap"]["p99"],
 }
 RATE = COLUMNS["tokens/s"]
+FIRST = "TTFT p50 ms"
 
 
 # What is kept on the disk, and made into tables.
@@ -104,6 +112,7 @@ HEADS = {
     "W4": "8 that share a prefix",
     "W5": "64 streams",
 }
+PROMPT_HEADS = {load: f"{LOADS[load].input_tokens:,} tokens in" for load in PROMPTS}
 README_LOADS = ("W1", "W2", "W3", "W5")
 COSTS = {
     "start_seconds": "start, s",
@@ -112,7 +121,6 @@ COSTS = {
 }
 HISTORY = Path(__file__).with_name("history.jsonl")
 OURS = "aioserve"
-FENCE = "```bash\nmake bench-peers ARGS=--write\n```"
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -122,6 +130,7 @@ class Settings(msgspec.Struct, frozen=True):
     threads: int
     revision: str
     requests_per_stream: dict[str, int]
+    held: str = ""  # to what instruction set
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -201,6 +210,11 @@ class Results:
     def settings(self) -> Settings:
         """The settings that this run measures with."""
         return self._found.settings
+
+    @property
+    def folder(self) -> Path:
+        """Where they are kept; its name is that of the comments of the page."""
+        return self._path.parent
 
     @property
     def dates(self) -> list[str]:
@@ -289,20 +303,28 @@ def show(results: Results, asked: Sequence[Peer]) -> None:
     """Print everything that was measured, and what failed."""
     print("\n\n".join([_sentences(results), *_full_tables(results, asked)]))
     for server in asked:
-        for load in HEADS:
+        for load in PER_STREAM:
             for error in results.errors(server.key, load):
                 print(f"{server.key}, {load}: {error}")
 
 
 def write(results: Results, asked: Sequence[Peer]) -> None:
     """Put the tables into the pages."""
-    words = _sentences(results)
-    plain = [server for server in asked if server.weights == BFLOAT16]
-    short = _table(plain, _loads(results, README_LOADS, "tokens/s"))
-    _insert(ROOT / "README.md", [words, FENCE, TITLES["tokens/s"], short])
-    page = ROOT / "docs" / "benchmarks.md"
-    _insert(page, [words, FENCE, *_full_tables(results, asked)])
-    _insert(page, [history_table(remember(_as_run(results, asked)))], "bench-history")
+    name, page = results.folder.name, ROOT / "docs" / "benchmarks.md"
+    about = [_sentences(results), f"```bash\n{command(sys.argv[1:])}\n```"]
+    _insert(page, [*about, *_full_tables(results, asked)], name)
+    if name == "bench-peers":
+        plain = [server for server in asked if server.weights == BFLOAT16]
+        heads = {load: HEADS[load] for load in README_LOADS}
+        short = _table(plain, _loads(results, heads, "tokens/s"))
+        _insert(ROOT / "README.md", [*about, TITLES["tokens/s"], short], name)
+        _insert(page, [history_table(remember(_as_run(results, asked)))], "bench-history")
+
+
+def command(words: Sequence[str]) -> str:
+    """What to type to run this with these words."""
+    given = shlex.join(words)
+    return "make bench-peers" + (f' ARGS="{given}"' if " " in given else f" ARGS={given}")
 
 
 # All runs that were written.
@@ -356,22 +378,61 @@ def history_table(runs: Sequence[Run]) -> str:
 
 
 def _full_tables(results: Results, asked: Sequence[Peer]) -> list[str]:
-    found = []
+    is_prompts, found = FLOOR in asked, []
     for label, title in TITLES.items():
-        found += [title, _table(asked, _loads(results, HEADS, label))]
+        if label.startswith("TTFT") or not is_prompts:
+            heads = PROMPT_HEADS if is_prompts else HEADS
+            found += [title, _table(asked, _loads(results, heads, label))]
+    if is_prompts:
+        return [*found, "Ratios of the medians:", prompt_ratios(results, asked)]
+    if results.settings.held:
+        ratios = history_table([_as_run(results, asked)])
+        return [*found[:4], "Output tokens per second to those of the best peer:", ratios]
     costs = {head: partial(results.range_of_visits, field=field) for field, head in COSTS.items()}
     return [*found, "Start and resident memory:", _table(asked, costs)]
 
 
-def _loads(results: Results, loads: Iterable[str], label: str) -> dict[str, Column]:
+def prompt_ratios(results: Results, asked: Sequence[Peer]) -> str:
+    """Return the median TTFT of each server to the floor, and that of the best peer to ours."""
+    plain = [server for server in asked if server.weights == BFLOAT16]
+    rows = {f"{server.label} to the floor": list[str]() for server in plain if server != FLOOR}
+    best = rows.setdefault("best peer to aioserve", [])
+    for load in PROMPTS:
+        found = {server.label: results.range(server.key, load, FIRST) for server in plain}
+        medians = {label: one.median if one else math.nan for label, one in found.items()}
+        floor, ours = medians.pop(FLOOR.label, math.nan), medians.get(OURS, math.nan)
+        for label, median in medians.items():
+            rows[f"{label} to the floor"].append(_ratio(median / floor))
+        peers = [m for label, m in medians.items() if label != OURS and not math.isnan(m)]
+        best.append(_ratio(min(peers, default=math.nan) / ours))
+    heads = [f"{load}: {head}" for load, head in PROMPT_HEADS.items()]
+    lines = [["median TTFT", *heads], ["---"] * (1 + len(heads))]
+    lines += [[label, *cells] for label, cells in rows.items() if any(cells)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _ratio(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.2f}"
+
+
+def _loads(results: Results, heads: Mapping[str, str], label: str) -> dict[str, Column]:
     """A column, load by load."""
     return {
-        f"{load}: {HEADS[load]}": partial(results.range, load=load, label=label) for load in loads
+        f"{load}: {head}": partial(results.range, load=load, label=label)
+        for load, head in heads.items()
     }
 
 
 def _table(asked: Sequence[Peer], columns: Mapping[str, Column]) -> str:
-    """A row for each server that has a value, grouped by the weights that it serves."""
+    """A row for each server that has a value, grouped by the weights that it serves; a column for
+    each that some server has.
+    """
+    measured = {
+        head: column
+        for head, column in columns.items()
+        if any(column(server.key) for server in asked)
+    }
+    columns = measured or columns
     rows = [f"| weights | server | {' | '.join(columns)} |", "|---" * (2 + len(columns)) + "|"]
     for weights in FILES:
         for server in asked:
@@ -387,17 +448,19 @@ def _cell(found: Range | None) -> str:
         return ""
     digits = 1 if found.median < 50 else 0
     median, least, most = (f"{value:,.{digits}f}" for value in found[:3])
-    return f"{median} ({least} to {most})" + ("" if found.is_quiet else " *")
+    rounds = f" ({least} to {most})" if found.least < found.most else ""
+    return median + rounds + ("" if found.is_quiet else " *")
 
 
 def _sentences(results: Results) -> str:
     """On what and when it was measured, and how quiet it was."""
     settings = results.settings
     quiet, cells = results.quiet_cells()
+    rounds = f"the median of {results.num_rounds} rounds, with the least and the most in brackets"
     text = (
-        f"SmolLM2-135M on {settings.threads} cores of an {settings.cpu}, "
-        f"{' and '.join(results.dates)}, revision {settings.revision}: the median of "
-        f"{results.num_rounds} rounds, with the least and the most of them in brackets. "
+        f"SmolLM2-135M on {settings.threads} cores of an {settings.cpu}"
+        f"{', held to AVX2' if settings.held else ''}, {' and '.join(results.dates)}, "
+        f"revision {settings.revision}: {rounds if results.num_rounds > 1 else 'one round'}. "
     )
     if quiet == cells:
         text += f"Nothing else used the machine during the {cells} runs."
@@ -406,7 +469,7 @@ def _sentences(results: Results) -> str:
     return textwrap.fill(text, 100)
 
 
-def _insert(page: Path, parts: Sequence[str], name: str = "bench-peers") -> None:
+def _insert(page: Path, parts: Sequence[str], name: str) -> None:
     """Put the parts between the page's two comments of that name."""
     old, text = page.read_text(encoding="utf-8"), "\n\n".join(parts)
     pattern = rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)"
@@ -487,7 +550,9 @@ def _medians(documents: list[Document], first: list[Document]) -> dict[str, Any]
 
 def compare_built(args: Args) -> tuple[None, int]:
     """Servers that are started here, each alone."""
-    known = {server.key: server for server in servers()}
+    if args.held:
+        os.environ.update(HELD)
+    known = {server.key: server for server in servers(is_held=bool(args.held))}
     if unknown := set(args.servers) - set(known):
         sys.exit(f"no server {unknown}; there are {', '.join(known)}")
     asked = [known[key] for key in args.servers or known if args.servers or key not in ON_DEMAND]
@@ -496,14 +561,21 @@ def compare_built(args: Args) -> tuple[None, int]:
             print(f"{peer.key} is left out: {peer.missing}", file=sys.stderr)
     asked = [peer for peer in asked if not peer.missing]
     loads = [load for load in args.loads if load in PER_STREAM]
-    settings = Settings(cpu_name(), default_num_threads(), revision(), PER_STREAM)
-    results = begin(FOLDER, settings, args.fresh)
+    name = "bench-prompts" if set(loads) & set(PROMPTS) else "bench-peers"
+    if name == "bench-prompts":
+        if not set(loads) <= set(PROMPTS):
+            sys.exit(f"{', '.join(PROMPTS)} are measured without other loads")
+        asked.append(FLOOR)
+    settings = Settings(cpu_name(), default_num_threads(), revision(), PER_STREAM, args.held)
+    folder = ROOT / "build" / (f"{name}-{args.held}" if args.held else name)
+    results = begin(folder, settings, args.fresh)
     end = time.monotonic() + 60 * args.minutes
     for number in range(args.rounds):
         for peer in asked if number % 2 == 0 else reversed(asked):
-            left = [load for load in loads if not results.has(number, peer.key, load)]
+            fitting = peer_loads(peer, loads)
+            left = [load for load in fitting if not results.has(number, peer.key, load)]
             if left and time.monotonic() < end:
-                results.add(_visit(peer, number, left, args.wait, args.max_seconds))
+                results.add(_visit(peer, number, left, folder, args.wait, args.max_seconds))
     show(results, asked)
     if args.write:
         write(results, asked)
@@ -513,25 +585,36 @@ def compare_built(args: Args) -> tuple[None, int]:
     return None, int(not is_complete)
 
 
+def peer_loads(peer: Peer, loads: Sequence[str]) -> list[str]:
+    """Those loads whose requests fit into the server."""
+    return [load for load in loads if LOADS[load].request_tokens <= peer.tokens]
+
+
 def _is_complete(results: Results, rounds: int, asked: list[Peer], loads: list[str]) -> bool:
     return all(
         results.has(number, peer.key, load)
         for number in range(rounds)
         for peer in asked
-        for load in loads
+        for load in peer_loads(peer, loads)
     )
 
 
-def _visit(peer: Peer, number: int, loads: list[str], wait: float, most: float) -> Visit:
-    """One server in one round."""
+def _visit(
+    peer: Peer, number: int, loads: list[str], folder: Path, wait: float, most: float
+) -> Visit:
+    """One server, or the floor, in one round."""
     before = wait_until_quiet(wait)
     if not before.is_quiet:
         print(f"Not quiet before {peer.key}: {before}", file=sys.stderr, flush=True)
     cells: dict[str, Cell] = {}
     seconds = at_start = at_end = 0.0
+    if peer is FLOOR:
+        return Visit(number, peer.key, 0.0, 0.0, 0.0, _floors(number, loads))
+    longest = [LOADS[load]._replace(per_stream=1) for load in loads if load in PROMPTS][-1:]
     try:
-        with serving(**peer.options, log=FOLDER / f"{peer.key}.log") as started:
-            run(started.url, WARM_UP, WARM_UP_SEED, most, warm_up=False)
+        with serving(**peer.options, log=folder / f"{peer.key}.log") as started:
+            for seed, shape in enumerate([WARM_UP, *longest], WARM_UP_SEED):
+                run(started.url, shape, seed, most, warm_up=False)
             at_start = resident_mib(tree(started.pid))
             for load in loads:
                 cells[load] = _measure(peer, started, number, load, most)
@@ -540,6 +623,25 @@ def _visit(peer: Peer, number: int, loads: list[str], wait: float, most: float) 
         print(f"{peer.key}: {error}", file=sys.stderr, flush=True)
         cells = {load: cells.get(load) or Cell.failed(str(error)) for load in loads}
     return Visit(number, peer.key, seconds, at_start, at_end, cells)
+
+
+def prompt_floors(model: Path, lengths: Sequence[int]) -> list[float]:
+    """Seconds of prompts of these lengths, in a process of its own, as torch is large."""
+    from steps import prompt_floors
+
+    return prompt_floors(model, lengths)
+
+
+def _floors(number: int, loads: Sequence[str]) -> dict[str, Cell]:
+    """Measure the floors of the loads' prompts now."""
+    watch, lengths = Watch(), [LOADS[load].input_tokens for load in loads]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        seconds = pool.submit(prompt_floors, DIRECTORY, lengths).result()
+    use, cells = watch.use(), {}
+    for load, one in zip(loads, seconds, strict=True):
+        print(f"round {number + 1}  {'floor':20}{load}{1e3 * one:9.1f} ms", file=sys.stderr)
+        cells[load] = Cell({FIRST: 1e3 * one}, use.others, use.steal, [], [])
+    return cells
 
 
 def _measure(peer: Peer, started: Server, number: int, load: str, most: float) -> Cell:
@@ -575,6 +677,7 @@ program = Program(__doc__)
     minutes=Opt(60.0, "begin no server after them"),
     wait=Opt(60.0, "seconds for the machine to rest"),
     max_seconds=Opt(300.0, "of one load"),
+    held=Opt("", "of a CPU that has more", choices=["", "avx2"]),
     fresh=Opt(False, "put what is kept aside"),
     write=Opt(False, "tables into README.md and docs/"),
 )

@@ -427,6 +427,25 @@ def floor(case: Case, chunk: int, floors: Floors) -> tuple[float, float]:
     return linear, attention
 
 
+def floors_of(config: ModelConfig, threads: int) -> tuple[Floors, str]:
+    """Measure a model's floors on that many threads; also return the variant of the kernels."""
+    torch.set_num_threads(threads)
+    machine.keep_freed_memory()  # as the runner does; else floors pay for page faults
+    dtype = named_dtype(CPU_TYPES.resolve(config).dtype)
+    try:
+        variant = load_kernels().variant
+    except KernelsUnavailableError:
+        variant = "off"
+    shapes = Shapes.of(ModelInfo(config).hf_config, dtype)
+    return Floors(shapes, dtype, is_widened=variant in WIDENING and dtype.itemsize == 2), variant
+
+
+def prompt_floors(path: Path, lengths: Sequence[int], chunk: int = CHUNK.default) -> list[float]:
+    """Seconds of the products and the attention of prompts alone, on the threads of a server."""
+    floors, _ = floors_of(ModelConfig(model=str(path)), machine.default_num_threads())
+    return [sum(floor(Case(0, 0, length), chunk, floors)) for length in lengths]
+
+
 # What is printed.
 
 
@@ -484,19 +503,11 @@ program = Program(__doc__)
 def main(args: Args) -> dict[str, Any]:
     """Measure floors, and steps against them."""
     threads = args.threads or machine.default_num_threads()
-    torch.set_num_threads(threads)
-    machine.keep_freed_memory()  # as the runner does; else floors pay for page faults
     config = ModelConfig(model=str(path := model_path(args.model)))
     info, resolved = ModelInfo(config), CPU_TYPES.resolve(config)
-    dtype = named_dtype(resolved.dtype)
-    shapes = Shapes.of(info.hf_config, dtype)
-    try:
-        variant = load_kernels().variant
-    except KernelsUnavailableError:
-        variant = "off"
-    name = str(dtype).removeprefix("torch.")
+    floors, variant = floors_of(config, threads)
+    shapes, name = floors.shapes, str(named_dtype(resolved.dtype)).removeprefix("torch.")
     print(f"{args.model}: {name}, kernels {variant}, {threads} threads\n")
-    floors = Floors(shapes, dtype, is_widened=variant in WIDENING and dtype.itemsize == 2)
     is_in_blocks = CpuPlace().multiplies_blocks and info.source.packs_embedding
     block_bytes = num_weight_bytes(resolved, info, CpuPlace()) if is_in_blocks else 0
     rows = show_floors(floors, block_bytes)
