@@ -662,7 +662,7 @@ static void check_linear(type t) {
     if (!product || !panel) return;
     const int64_t sizes[][3] = {{16, 1, 1},   {48, 70, 2},   {144, 129, 3}, {272, 65, 6},
                                 {16, 200, 7}, {272, 129, 4}, {528, 33, 24}, {272, 67, 25},
-                                {48, 70, 201}, {1008, 630, 530}};
+                                {48, 70, 201}, {784, 70, 40}, {16400, 1, 33}, {1008, 630, 530}};
     for (unsigned i = 0; i < sizeof sizes / sizeof *sizes; i++)
         for (int kind = 0; kind < 4; kind++) {
             if (sizes[i][2] > 500 && (t != BF16 || kind % 3)) continue;  // groups of panels: panel_tiles.h

@@ -19,7 +19,7 @@ if not usable_variants():
 # Relative to the sum of the absolute values of the products: sums in float32, and one rounding.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 # Around every number at which other code takes over, and more than is taken at a time.
-ROWS = [*range(21), 36, 37, 192, 200]
+ROWS = [*range(21), 32, 33, 36, 37, 192, 200]
 
 
 Draw = Callable[..., Tensor]
@@ -35,7 +35,7 @@ def draw(dtype: torch.dtype) -> Draw:
 def test_products_of_any_size_are_close_to_float64(
     kernels: Kernels, dtype: torch.dtype, draw: Draw, has_bias: bool
 ) -> None:
-    for outputs, inputs in [(1, 16), (33, 48), (130, 592), (960, 32)]:
+    for outputs, inputs in [(1, 16), (33, 48), (130, 592), (40, 1040), (960, 32)]:
         weight, bias = draw(outputs, inputs), draw(outputs) if has_bias else None
         linear, x = PanelLinear.of(kernels, weight, bias), draw(200, inputs)
         expected = x.double() @ weight.double().T
@@ -53,15 +53,18 @@ def test_products_of_any_size_are_close_to_float64(
 def test_a_row_gets_the_same_bits_beside_any_others_and_with_any_number_of_threads(
     kernels: Kernels, draw: Draw
 ) -> None:
-    linear, x = PanelLinear.of(kernels, draw(450, 592), draw(450)), draw(200, 592)
-    threads, expected = torch.get_num_threads(), torch.cat([linear(row[None]) for row in x])
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            for rows in ROWS:
-                assert torch.equal(linear(x[200 - rows :]), expected[200 - rows :]), rows
-    finally:
-        torch.set_num_threads(threads)
+    threads = torch.get_num_threads()
+    for outputs, inputs in [(450, 592), (70, 1040)]:  # the latter a block at a time by AMX
+        linear = PanelLinear.of(kernels, draw(outputs, inputs), draw(outputs))
+        x = draw(530, inputs)
+        expected = torch.cat([linear(row[None]) for row in x])
+        try:
+            for count in (1, 3):
+                torch.set_num_threads(count)
+                for rows in (*ROWS, 530):
+                    assert torch.equal(linear(x[530 - rows :]), expected[530 - rows :]), rows
+        finally:
+            torch.set_num_threads(threads)
 
 
 def test_nothing_is_written_beside_the_outputs(kernels: Kernels, draw: Draw) -> None:

@@ -44,8 +44,7 @@ int linear_bf16(const linear *layer, const bf16 *x, void *y, int64_t rows) {
         return linear_codes(layer, x, y, rows);
     }
 #ifdef __AMX_BF16__
-    if (rows >= MANY_TILE_ROWS && layer->in <= MANY_TILE_INPUTS)
-        return linear_many_rows(layer, x, y, rows);
+    if (rows > 16) return linear_more_rows(layer, x, y, rows);
 #endif
     const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
     const int64_t size = layer->is_wide ? sizeof(float) : sizeof(bf16);
