@@ -26,8 +26,7 @@ LEAST_WEIGHT, MOST_WEIGHT = 4.0, 16.0
 PACE_MEMORY = 0.5  # weight of a step's pace against the next. A guess.
 MOST_SURPRISE = 2.0  # times what was expected; one stall must not say more of a size. A guess.
 FORGETTING = 0.98  # and while its drafts are not sent: they may have become better
-# Times as many tokens a second as without drafts: less is not worth the doubt. A guess.
-LEAST_GAIN = 1.01
+LEAST_GAIN = 1.01  # times the tokens a second without drafts: less is not worth the doubt
 # Of so many steps in a row, the last is without drafts: what steps take changes, and what drafts
 # cost is the difference. A guess.
 COMPARED_IN = 32
@@ -172,9 +171,7 @@ def _class_of(num_tokens: int) -> int:
 
 
 class DraftLength:
-    """Tell it what each step cost, and of each draft that was `verified`; ask for the `limits` of
-    the next ones.
-    """
+    """The length of drafts, of what each step cost and how many tokens were right."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -242,9 +239,7 @@ class DraftLength:
         return record, record.chance(self._first_chance()), self.max_tokens
 
     def _paying(self, found: Mapping[K, Found], num_asked: int) -> dict[K, int]:
-        """Return the numbers of draft tokens, above 0, with which most tokens come a second, beside
-        `num_asked` that are sent in any case.
-        """
+        """Return the numbers, above 0, with which most tokens come a second, beside `num_asked`."""
         if not found:
             return {}
         tokens = [(c**n, r) for r, (_, c, most) in found.items() for n in range(1, most + 1)]
@@ -325,9 +320,7 @@ class TextDraftLength(DraftLength):
         self._spent += seconds
 
     def limits(self, requests: Mapping[K, tuple[int, int]]) -> dict[K, int]:
-        """`requests`: by request, the tokens of its text that were found again, and the number of
-        those behind, which are its draft.
-        """
+        """`requests`: by request, tokens of its text that were found again, and of its draft."""
         limits = super().limits(requests)
         for request in limits:
             self._sent[request] = bisect(CLASSES, requests[request][0]), request in self.asked
@@ -362,9 +355,8 @@ class TextDraftLength(DraftLength):
 
     def _settle(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         if self._num_sent:
-            whole, without, plain = map(
-                self._times.seconds, (num_tokens, num_tokens - self._num_sent, num_rows)
-            )
+            sizes = (num_tokens, num_tokens - self._num_sent, num_rows)
+            whole, without, plain = map(self._times.seconds, sizes)
             whole = min(max(seconds, whole / MOST_SURPRISE), whole * MOST_SURPRISE)
             self._spent += whole - without - plain * self._num_right / num_rows
         credit = self._credit + LOSS_SHARE * seconds - self._spent
