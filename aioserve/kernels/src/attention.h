@@ -29,10 +29,17 @@
 #define WEIGH_VALUES weigh_values_codes
 #define LOAD_QUERY(query, d) LOAD((query) + (d))
 #else
+#ifdef TILES
+#define EVEN_FETCHES 1  // see places.h
+#endif
 #define DIRECT_STEP STEP
 #define SCORE_KEYS NAME(score_keys)
 #define WEIGH_VALUES NAME(weigh_values)
 #define LOAD_QUERY(query, d) LOAD_PART((query) + (d) / PART * PART, (d) / W % 2)
+#endif
+
+#ifndef EVEN_FETCHES
+#define EVEN_FETCHES 0
 #endif
 
 #include "places.h"
@@ -178,7 +185,8 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
         OVER(rows) *next = places->ring + places->now, *far = places->ring + (places->now + 1) % 3;
         const K **key_rows = own->keys, **value_rows = own->values;
         const K **next_keys = next->keys, **next_values = next->values;
-        if (is_direct) OVER(prefetch_far)(far->keys, far->work->tile, key_dim);
+        const int is_far = is_direct && !EVEN_FETCHES;
+        if (is_far) OVER(prefetch_far)(far->keys, far->work->tile, key_dim);
         float scales_of_keys[2][TILE] __attribute__((aligned(64)));
 #ifdef CODES
         for (int64_t i = 0; i < last; i++) {
@@ -213,10 +221,12 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
 #define SOFTEN(step)                                                                                    \
     OVER(soften)(args, scales_of_keys[0], step, scores + i * TILE, weights + i * (TILE / step), from, to, \
                  start, stop, &maxima[r + i], totals + (r + i) * W)
+                if (EVEN_FETCHES && is_direct && !r)
+                    OVER(prefetch_fourths)(next, from, to, i, mr, key_dim, value_dim);
                 scales[i] = is_direct ? SOFTEN(DIRECT_STEP) : SOFTEN(STEP);
 #undef SOFTEN
             }
-            if (is_direct && !r) OVER(prefetch_far)(far->values, far->work->tile, value_dim);
+            if (is_far && !r) OVER(prefetch_far)(far->values, far->work->tile, value_dim);
             if (is_direct)
                 WEIGH_VALUES(mr, weights + from / step, value_rows + from, next_values + from,
                              to - from, scales, out + r * value_dim, value_dim);
@@ -279,6 +289,7 @@ static void NAME(combine)(const attention *args, const item *work) {
 #undef MULTIPLY
 #undef MOST_ROWS
 #undef DIRECT_STEP
+#undef EVEN_FETCHES
 #undef SCORE_KEYS
 #undef WEIGH_VALUES
 #undef LOAD_QUERY

@@ -3,7 +3,8 @@
 // T, LOAD_PART, NAME. Queries and sums lie in the order of LOAD_PART.
 //
 // Addresses of rows come in arrays, one row per key. Those of `next` are fetched meanwhile: the
-// processor cannot guess where the next block lies.
+// processor cannot guess where the next block lies. With TILES (attention.h), the
+// last of every four is fetched between these products (places.h).
 
 #ifndef AT_ONCE
 #if MAX_VECTORS == 4  // queries, each with 4 sums and a number of its own in registers
@@ -29,6 +30,14 @@ INLINE void store_sums_of_four(const vf v[4], float *sums) {
 }
 #endif
 
+#ifdef TILES
+#define FETCHED_OF_FOUR 3
+#define FETCH FETCH_TO_SECOND
+#else
+#define FETCHED_OF_FOUR 4
+#define FETCH __builtin_prefetch
+#endif
+
 // Scores of `mr` queries, a constant, with 4 keys.
 INLINE void NAME(score_four)(int mr, const float *queries, const T *const *keys,
                              const T *const *next, int64_t dim, float *scores) {
@@ -39,7 +48,7 @@ INLINE void NAME(score_four)(int mr, const float *queries, const T *const *keys,
         for (int i = 0; i < 4; i++) sums[r][i] = splat(0);
     for (int64_t d = 0; d < dim; d += PART) {
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) __builtin_prefetch(next[i] + d);
+        for (int i = 0; i < FETCHED_OF_FOUR; i++) FETCH(next[i] + d);
 #pragma GCC unroll 2
         for (int part = 0; part < 2; part++) {
             vf left[AT_ONCE];
@@ -69,8 +78,8 @@ INLINE void NAME(weigh_columns)(int mr, int vectors, const float *weights, const
         for (int j = 0; j < vectors; j++)
             sums[r][j] = load_f32(out + r * dim + column + j * W) * scales[r];
     for (int64_t key = 0; key < count; key++) {
-        for (int64_t b = 0; b < vectors * W; b += LINE / sizeof(T))
-            __builtin_prefetch(next[key] + column + b);
+        if (key % 4 < FETCHED_OF_FOUR)
+            for (int64_t b = 0; b < vectors * W; b += LINE / sizeof(T)) FETCH(next[key] + column + b);
         vf left[AT_ONCE];
 #pragma GCC unroll 8
         for (int r = 0; r < mr; r++) left[r] = splat_bits(weights + r * TILE + key);
@@ -138,3 +147,5 @@ static __attribute__((noinline)) void NAME(weigh_values)(int mr, const float *we
 #undef CASE
     }
 }
+#undef FETCHED_OF_FOUR
+#undef FETCH

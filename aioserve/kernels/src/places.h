@@ -5,6 +5,10 @@
 // guess where the next block lies. So each line of the next tile is fetched beside a key of this
 // one, from the second-level cache: a few lines of the tile after it have brought their neighbours
 // there meanwhile.
+//
+// On a Xeon with AMX, fetches in a burst hold up what follows, even those to the second-level cache
+// (measured). So where there are TILES (attention.h), each line of the next tile is fetched to there alone,
+// and evenly over all work on this one: also while scores become weights (prefetch_fourths).
 
 // Where K and V of a tile lie.
 typedef struct {
@@ -73,6 +77,17 @@ INLINE void OVER(prefetch)(const K *row, int64_t n) {
 INLINE void OVER(prefetch_far)(const K *const *rows, int64_t count, int64_t n) {
     const int64_t step = larger(FAR_BYTES / (ROW(n) * (int64_t)sizeof(K)), 1);
     for (int64_t i = step / 2; i < count; i += step) __builtin_prefetch(rows[i]);
+}
+
+// The last of every four rows [from, to): share `part` of `parts`.
+INLINE void OVER(prefetch_fourths)(const OVER(rows) *next, int64_t from, int64_t to, int part,
+                                   int parts, int64_t key_dim, int64_t value_dim) {
+    const int64_t fours = (to - from) / 4;
+    for (int64_t four = part * fours / parts; four < (part + 1) * fours / parts; four++) {
+        const K *key = next->keys[from + 4 * four + 3], *value = next->values[from + 4 * four + 3];
+        for (int64_t i = 0; i < key_dim; i += LINE / sizeof(K)) FETCH_TO_SECOND(key + i);
+        for (int64_t i = 0; i < value_dim; i += LINE / sizeof(K)) FETCH_TO_SECOND(value + i);
+    }
 }
 
 INLINE void OVER(prefetch_all)(const OVER(rows) *rows, int64_t first, int64_t key_dim,

@@ -9,6 +9,7 @@
 #define TILE 128          // keys packed at a time: both packed tiles fit the first-level cache
 #define SMALL_TILE 2      // units, where a row has few queries: memory keeps busy
 #define FAR_BYTES 1024    // of K or V that one line, fetched two tiles ahead, brings along
+#define FETCH_TO_SECOND(p) __builtin_prefetch(p, 0, 2)  // to the second-level cache
 #define PIECE 512         // keys of one item, where a row has few queries
 #define FEW_QUERIES 16    // tokens of a row, up to which its context is cut into pieces
 #define ITEM_ROWS 192     // queries times heads of one item, with AMX up to twice as many: a tile is packed once for all
