@@ -204,8 +204,7 @@ class BlockLinear:
     @property
     def alone_below(self) -> float:
         """How many rows are too many for each to have the result that it has alone."""
-        is_rounded = self.state.dtype is torch.bfloat16 and not self.state.is_int8
-        return self.kernels.rounded_from if is_rounded else math.inf
+        return self.kernels.rounded_from if self.state.dtype is torch.bfloat16 else math.inf
 
     def __call__(self, x: Tensor) -> Tensor:
         shape = x.shape[0], self.packed.outputs
