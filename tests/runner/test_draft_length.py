@@ -1,10 +1,13 @@
 """Drafts as long as they pay: long where one token more costs little, none where it costs most."""
 
+import math
 import random
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from aioserve.features.spec_decode.draft_length import (
     CLASSES,
@@ -16,6 +19,7 @@ from aioserve.features.spec_decode.draft_length import (
     TextDraftLength,
 )
 from aioserve.features.spec_decode.model_drafter import ModelDraftLength
+from tests.slow import examples
 
 
 def limit(length: DraftLength, name: str, agreed: int | None = None) -> int:
@@ -417,3 +421,37 @@ def test_times_of_different_days_are_compared() -> None:
     times = length._times
     assert times.seconds(16) == pytest.approx(3 * 0.0159, rel=0.02)
     assert times.seconds(17) / times.seconds(16) == pytest.approx(22 / 15.9, rel=0.02)
+
+
+@settings(max_examples=examples(300, slow=5000), deadline=None)
+@given(
+    kind=st.sampled_from([DraftLength, TextDraftLength, ModelDraftLength]),
+    steps=st.lists(
+        st.tuples(
+            st.integers(0, 70),  # rows
+            st.integers(0, 3000),  # tokens besides one of each
+            st.floats(0, 100),  # seconds
+            st.integers(0, 8),  # of a draft that was verified
+        ),
+        min_size=1,
+        max_size=60,
+    ),
+)
+def test_whatever_steps_take_a_price_and_limits_come_of_them(
+    kind: type[DraftLength], steps: list[tuple[int, int, float, int]]
+) -> None:
+    """What raises here would end the requests of a step."""
+    length = kind(8)
+    for num_rows, more, seconds, num_drafts in steps:
+        if num_drafts:
+            length.verified("name", num_drafts, num_drafts // 2)
+        length.stepped(num_rows, max(num_rows + more, 1), seconds)
+        assert 0.0 <= length.price < math.inf
+        known: Any = (9, 8)
+        if isinstance(length, ModelDraftLength):
+            length.drafted(3, seconds)
+            known = 9  # tokens that the model has not read
+        elif isinstance(length, TextDraftLength):
+            length.may_look()
+            length.looked(seconds / 100)
+        assert all(0 < own <= 8 for own in length.limits({"name": known, "new": known}).values())

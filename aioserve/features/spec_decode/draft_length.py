@@ -144,8 +144,10 @@ class StepTimes:
             left, right = self._sizes[classes[0]], self._sizes[classes[-1]]
             rise = max(right.seconds - left.seconds, 0.0) if self.says_price else 0.0
             slope = rise / max(right.tokens - left.tokens, 1.0)
+            if not above:  # what a step costs besides its tokens is not below 0
+                slope = min(slope, left.seconds / left.tokens)
             left = right if above else left
-        return self._pace * max(left.seconds + slope * (num_tokens - left.tokens), 0.0)
+        return self._pace * (left.seconds + slope * (num_tokens - left.tokens))
 
     def curve(self, begin: int, end: int) -> list[tuple[float, float]]:
         """Return sizes from `begin` to `end` with their seconds, which do not fall: what a larger
@@ -192,7 +194,7 @@ class DraftLength:
 
     def stepped(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step is done; the next one may have as many rows."""
-        seconds = max(seconds, 1e-6)
+        num_rows, seconds = max(num_rows, 1), max(seconds, 1e-6)
         self._settle(num_rows, num_tokens, seconds)
         self._times.add(num_tokens, seconds, has_prompts=num_tokens > num_rows + self._num_drafts)
         self._num_rows = num_rows
