@@ -32,7 +32,6 @@ from aioserve.config import (
 )
 from aioserve.engine.prompt import Encoded
 from aioserve.features.spec_decode.draft_length import DraftLength
-from aioserve.features.spec_decode.model_drafter import ModelDraftLength
 from aioserve.outputs import SchedulerStats, TokenLogprobs
 from aioserve.params import StructuredOutputs
 from aioserve.request import EncoderInput
@@ -485,15 +484,13 @@ def every_draft_pays() -> Iterator[None]:
     def stepped(self: DraftLength, num_rows: int, num_tokens: int, seconds: float) -> None:
         self.price = 1e-6
 
-    kinds: tuple[Any, ...] = (DraftLength, ModelDraftLength)
-    before = [vars(kind)["stepped"] for kind in kinds]
-    for kind in kinds:
-        kind.stepped = stepped
+    kind: Any = DraftLength
+    before = kind.stepped
+    kind.stepped = stepped
     try:
         yield
     finally:
-        for kind, own in zip(kinds, before, strict=True):
-            kind.stepped = own
+        kind.stepped = before
 
 
 # What is wrong with it.

@@ -1,5 +1,7 @@
 """POST /v1/chat/completions over a real socket."""
 
+from typing import Any
+
 import pytest
 
 from aioserve import SamplingParams, params
@@ -45,9 +47,9 @@ async def test_the_sampling_parameters_of_a_chat_are_checked_once(server, stream
     checked = []
     check = params._check_types
 
-    def noted(given: SamplingParams) -> None:
+    def noted(given: SamplingParams) -> dict[str, Any]:
         checked.append(given)
-        check(given)
+        return check(given)
 
     monkeypatch.setattr(params, "_check_types", noted)
     answer = await server.chat(max_tokens=2, temperature=0.5, stream=stream)
