@@ -95,7 +95,7 @@ def overrides_of(args: Args) -> list[tuple[str, Any]]:
     """Return the settings that the live and the simulated side share."""
     overrides: list[tuple[str, Any]] = [
         ("cache.num_kv_blocks", NUM_KV_BLOCKS),
-        ("speculation.speculative_method", "none"),  # what is repeated is not simulated
+        ("speculation.speculative_method", "none"),  # simulated texts do not repeat themselves
     ]
     if args.threads is not None:
         overrides.append(("runner.threads", args.threads))

@@ -560,6 +560,8 @@ def compare_built(args: Args) -> tuple[None, int]:
         if peer.missing:
             print(f"{peer.key} is left out: {peer.missing}", file=sys.stderr)
     asked = [peer for peer in asked if not peer.missing]
+    if not asked:
+        sys.exit("peers.py: none of these servers can be started")
     loads = [load for load in args.loads if load in PER_STREAM]
     name = "bench-prompts" if set(loads) & set(PROMPTS) else "bench-peers"
     if name == "bench-prompts":
@@ -608,10 +610,11 @@ def _visit(
         print(f"Not quiet before {peer.key}: {before}", file=sys.stderr, flush=True)
     cells: dict[str, Cell] = {}
     seconds = at_start = at_end = 0.0
-    if peer is FLOOR:
-        return Visit(number, peer.key, 0.0, 0.0, 0.0, _floors(number, loads))
-    longest = [LOADS[load]._replace(per_stream=1) for load in loads if load in PROMPTS][-1:]
+    prompts = [LOADS[load]._replace(per_stream=1) for load in loads if load in PROMPTS]
+    longest = sorted(prompts, key=lambda shape: shape.input_tokens)[-1:]
     try:
+        if peer is FLOOR:
+            return Visit(number, peer.key, 0.0, 0.0, 0.0, _floors(number, loads))
         with serving(**peer.options, log=folder / f"{peer.key}.log") as started:
             for seed, shape in enumerate([WARM_UP, *longest], WARM_UP_SEED):
                 run(started.url, shape, seed, most, warm_up=False)
@@ -619,7 +622,7 @@ def _visit(
             for load in loads:
                 cells[load] = _measure(peer, started, number, load, most)
             seconds, at_end = started.start_seconds, resident_mib(tree(started.pid))
-    except (RuntimeError, AioserveError) as error:
+    except (OSError, RuntimeError, AioserveError) as error:
         print(f"{peer.key}: {error}", file=sys.stderr, flush=True)
         cells = {load: cells.get(load) or Cell.failed(str(error)) for load in loads}
     return Visit(number, peer.key, seconds, at_start, at_end, cells)
@@ -683,6 +686,8 @@ program = Program(__doc__)
 )
 def main(args: Args) -> tuple[dict[str, Any] | None, int]:
     """Measure servers that run, or start them."""
+    if args.held and (args.peers or any(load in PROMPTS for load in args.loads)):
+        sys.exit("peers.py: --held is for servers that are started here, and for the loads W1 to W5")
     try:
         return compare_running(args) if args.peers else compare_built(args)
     except AioserveError as error:  # nobody is there

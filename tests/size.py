@@ -92,7 +92,7 @@ PROCESSES = (
 SLACK = 250
 #: The most that each scenario may load, but for `SLACK`. The aims: 110 modules and 18,000 lines,
 #: 180 and 28,000, 140 and 18,000, 25 and 4,000.
-# N-gram drafts are made by default: five modules of 1,000 lines, in an engine and in a server.
+# N-gram drafts are made by default: five modules, 1,000 lines together.
 LIMITS = {
     "an embedded engine, one text prompt": Loaded(90, 22_780),
     "the server, one streamed chat completion": Loaded(139, 33_190),

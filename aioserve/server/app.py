@@ -76,7 +76,8 @@ SWITCH_INTERVAL = 1e-4
 # After how many new objects Python looks for cycles among them, after how many such looks also
 # among those that were left, and after how many of these among all. By default it is 700, 10 and
 # 10: most that a request needs for a moment is then still there to be looked at. The longer looks
-# come as often as by default, so none takes longer.
+# come a little less often than by default. On a Xeon the longest first look took 1.7 ms in place of
+# 0.8, and the longest second one 2.8 in place of 2.2.
 COLLECTED_AT = 3000, 3, 10
 
 

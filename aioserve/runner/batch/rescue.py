@@ -32,7 +32,6 @@ MAX_FAILURES = 32
 # fails first takes as long as two. Then a whole one is tried again. A guess.
 NUM_SMALL_STEPS = 64
 LOG_EVERY = 1.0  # seconds between two tracebacks in the log
-_TOLD = CachedRequestData([], [], {})  # the batch has heard of them
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 NO_MEMORY = "out of memory: the step that served this request does not fit, even alone"
 
@@ -229,7 +228,9 @@ class StepRescue(Generic[T]):
         return msgspec.structs.replace(
             step,
             scheduled_new_reqs=[r for r in step.scheduled_new_reqs if r.request_id in chosen],
-            scheduled_cached_reqs=_TOLD,
+            scheduled_cached_reqs=CachedRequestData(  # the batch has heard of the rest
+                [], [], _of(step.scheduled_cached_reqs.new_block_ids, chosen)
+            ),
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
             scheduled_spec_decode_tokens=_of(step.scheduled_spec_decode_tokens, chosen),

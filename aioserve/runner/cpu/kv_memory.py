@@ -239,6 +239,7 @@ class StepMemory:
 
     def release(self) -> None:
         """Give back the memory of the KV cache while no request has blocks: steps take it again."""
+        self._num_given = 0
         self._memory.release()
         if self._windows is not None:
             self._windows.release()
