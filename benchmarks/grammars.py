@@ -17,7 +17,7 @@ import numpy as np
 from harness import Args, Program, ratio, turns
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.config import ModelConfig
+from aioserve.config import ModelConfig, SpeculationConfig
 from aioserve.features.grammars import GrammarCompiler
 from aioserve.features.grammars.rows import GrammarRows
 from aioserve.model_source.info import ModelInfo
@@ -62,7 +62,8 @@ async def tokens_per_second(
 
 
 async def serve(args: Args) -> dict[str, list[float]]:
-    config = EngineConfig(model=ModelConfig(model=args.model))
+    without = SpeculationConfig(speculative_method="none")
+    config = EngineConfig(model=ModelConfig(model=args.model), speculation=without)
     rates: dict[str, list[float]] = {}
     async with AsyncEngine(config) as engine:
         for turn, name in turns(["free", *WAYS], args.rounds + 1):

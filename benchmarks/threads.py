@@ -39,7 +39,13 @@ from make_model import SHAPES, model_path
 from peers import COLUMNS, RATE, run
 
 from aioserve import AsyncEngine, SamplingParams
-from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig
+from aioserve.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    RunnerConfig,
+    SpeculationConfig,
+)
 from aioserve.lab.bench import Document
 from aioserve.runner.cpu.machine import default_num_threads
 
@@ -130,6 +136,7 @@ def make_engine(num_ranks: int) -> AsyncEngine:
             ),
             cache=CacheConfig(num_kv_blocks=512, enable_prefix_caching=False),
             runner=RunnerConfig(tensor_parallel_size=num_ranks, threads=2),
+            speculation=SpeculationConfig(speculative_method="none"),
         )
     )
 

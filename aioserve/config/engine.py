@@ -107,6 +107,12 @@ def _is_model(config: EngineConfig) -> bool:
     return config.runner.runner == "model"
 
 
+def _may_draft(config: EngineConfig) -> bool:
+    """Whether drafts that are made only where they are possible are possible by the settings."""
+    is_possible = _is_model(config) and config.scheduler.pipeline_depth != 2
+    return config.speculation.drafts_surely or is_possible
+
+
 _SIMULATED = "runner.runner is simulated, so no model is run"
 _RULES = (
     _Rule("model", ("dtype", "quantization", "activations", "fused"), _is_model, _SIMULATED),
@@ -236,14 +242,24 @@ _RULES = (
     _Rule(
         "speculation",
         ("num_speculative_tokens",),
-        lambda config: config.speculation.speculative_method != "none",
-        "speculation.speculative_method is none",
+        lambda config: config.speculation.speculative_method != "none" and _may_draft(config),
+        "nothing is drafted, by speculation.speculative_method",
+    ),
+    _Rule(
+        "speculation",
+        ("num_speculative_tokens",),
+        lambda config: (
+            config.speculation.speculative_method != "auto"
+            or config.speculation.num_speculative_tokens <= 15
+        ),
+        "by speculation.speculative_method auto a draft has at most 15 tokens, as more would change "
+        "bits of a reply; ngram drafts more",
     ),
     _Rule(
         "speculation",
         ("prompt_lookup_min", "prompt_lookup_store"),
-        lambda config: config.speculation.drafts_by_ngrams,
-        "speculation.speculative_method is neither ngram nor auto",
+        lambda config: config.speculation.drafts_by_ngrams and _may_draft(config),
+        "no n-grams are drafted, by speculation.speculative_method",
     ),
     _Rule(
         "speculation",

@@ -78,7 +78,7 @@ class QuantizationConfig(Section, frozen=True, kw_only=True):
         doc(
             "quantize activations to int8 in products with quantized weights and, with "
             "--kv-cache-dtype int8, in attention: faster, but replies may differ (CPU kernels "
-            "only; in bfloat16 on a CPU with AMX, steps of 14 or more tokens, and attention to "
+            "only; in bfloat16 on a CPU with AMX, products of 14 or more rows, and attention to "
             "more than 16 new tokens of a request, stay exact, which is faster there; default: "
             "activations are exact)"
         ),
@@ -562,8 +562,13 @@ class SpeculationConfig(Section, frozen=True, kw_only=True):
         PositiveInt, doc("ngram drafts: tokens that must match before a draft is made")
     ] = 3
     prompt_lookup_store: Annotated[
-        int, doc("ngram drafts: tokens of recent outputs that are searched", ge=0)
-    ] = 65536
+        int | None,
+        doc(
+            "ngram drafts: tokens of recent outputs, of all clients, that are searched beside the "
+            "request's own text; absent: 65536, and none with auto",
+            ge=0,
+        ),
+    ] = None
 
     @property
     def drafts_by_ngrams(self) -> bool:

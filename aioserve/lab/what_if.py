@@ -189,9 +189,11 @@ def _pieces(
 
 
 def _draft_acceptance(life: Life) -> float | None:
-    """Return the share of right guesses among those whose predecessors were right."""
-    tried = life.num_tried_drafts
-    return life.num_right_drafts / tried if tried else None
+    """Return the share of right guesses among those whose predecessors were right, or among the
+    steps, if these are more: n-grams are found in few, and are simulated in all.
+    """
+    num_steps = len(life.tokens) - 1 - life.num_right_drafts
+    return life.num_right_drafts / max(life.num_tried_drafts, num_steps, 1)
 
 
 def _timeout(life: Life) -> float | None:

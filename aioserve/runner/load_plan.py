@@ -19,7 +19,7 @@ from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import SCALE_BYTES, KVCacheSpec, WindowLayers
 from aioserve.runner.batch.input_batch import BatchPart, LaterPart
 from aioserve.runner.batch.sampling_columns import SamplingColumns
-from aioserve.runner.served_model import FEW_TOKENS, ServedModel
+from aioserve.runner.served_model import ServedModel
 from aioserve.support.parts import Brought
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class BatchParts:
         windows: "WindowSpec | None" = None,
     ) -> None:
         """Without `grammars`, no request may ask for structured outputs or thinking budgets. With
-        the guesses of `drafter` a step has fewer than `most_with_drafts` tokens, or none of them.
+        guesses of `drafter` a step of as many rows as the last one has fewer than
+        `most_with_drafts` tokens, or as many without them.
         """
         self.sizes = max_num_seqs, max_model_len, block_size  # as `InputBatch` takes them
         self.sampling = SamplingColumns(max_num_seqs, vocab_size)
@@ -221,8 +222,6 @@ class LoadPlan:
         speculation, most = self.config.speculation, math.inf
         if not speculation.drafts_surely:  # then they are to change no bit
             most = 0 if self.model.states is not None else self.model.alone_below
-            num_drafts = min(speculation.num_speculative_tokens, FEW_TOKENS - 1)
-            speculation = msgspec.structs.replace(speculation, num_speculative_tokens=num_drafts)
         if self.ranks is None or self.ranks.is_first:  # guesses reach the others with the steps
             if speculation.drafts_by_ngrams and most:
                 from aioserve.runner.batch.drafter import DRAFTERS

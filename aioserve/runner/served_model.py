@@ -28,9 +28,6 @@ if TYPE_CHECKING:  # what few models need, or what brings `transformers`
     from aioserve.runner.batch.input_batch import EncoderPart
 
 
-FEW_TOKENS = 16  # of a request in a step; the kernels of a CPU have the same, in src/plan.h
-
-
 def _keep_nothing(slots: Tensor, states: Tensor) -> None:
     """Drop the states; the default of `Taps.keep`, until a draft head takes them."""
 
@@ -102,8 +99,8 @@ class ServedModel(ABC):
     attention_calls: tuple[AttentionCall, ...]  # as many
     is_compiled = False  # whether our own kernels compute all of it
     is_stored = False  # whether they multiply with all quantized weights as these are
-    #: As long as a step has fewer tokens than this, and each request at most `FEW_TOKENS` of them,
-    #: a token's logits are to the bit what they would be in steps of one token.
+    #: As long as a step has fewer tokens than this, and each request at most 16 of them, a token's
+    #: logits are to the bit what they would be in steps of one token.
     alone_below: float = 0
     own: Sequence[Callable[..., Tensor]] = ()  # products and experts by them, if it is not fused
     states: LayerStates | None = None  # of layers that have some

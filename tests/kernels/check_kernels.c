@@ -862,7 +862,7 @@ static void check_blocks(type t, int is_int8) {
                                 {.bits = 4, .group = 32, .per_super = 8, .has_offset = 1},
                                 {.bits = 8, .group = 16, .per_super = 16, .zero = 128}};
     enum { KINDS = sizeof kinds / sizeof *kinds };
-    const int64_t rows[] = {1, 3, 5, 6, 7, 16, 40, 100, 130}, in = 256;
+    const int64_t rows[] = {1, 3, 5, 6, 7, 16, 40, 100, 530}, in = 256;
     for (unsigned kind = 0; kind < KINDS; kind++)
         for (unsigned i = 0; i < sizeof rows / sizeof *rows; i++) {
             const int is_many = rows[i] > 100;  // of groups of panels: panel_tiles.h

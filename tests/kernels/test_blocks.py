@@ -188,3 +188,10 @@ def test_other_threads_keep_their_number_of_threads_while_weights_are_laid_out(
     finally:
         torch.set_num_threads(threads)
     assert set(seen) == {3}
+
+
+def test_many_rows_have_the_bits_of_fewer(kernels: Kernels) -> None:
+    """On AMX many take panels of unpacked weights in groups, and inputs in blocks."""
+    linear = BlockLinear.of(kernels, [random_weight("Q4_1", 450, 1024)], None, torch.bfloat16)
+    x = random_rows(530, 1024, torch.bfloat16)
+    assert torch.equal(linear(x)[:200], linear(x[:200]))

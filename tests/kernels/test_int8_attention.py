@@ -120,7 +120,10 @@ def test_chunks_and_decodes_are_those_of_float64(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16", "f16"])
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "sinks": torch.linspace(-2, 2, 6)}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sliding_window": 100}, {"softcap": 3.0, "sinks": torch.linspace(-2, 2, 6)}],
+)
 def test_rows_of_many_tokens_keep_exact_attention_where_that_is_faster(
     kernels: Kernels, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:

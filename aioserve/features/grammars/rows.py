@@ -213,7 +213,8 @@ def _resident() -> int:
 
 logger = logging.getLogger(__name__)
 
-MAX_GUESSES = 16  # tokens without a choice that are sent along at a time
+MAX_GUESSES = 15  # tokens without a choice that are sent along at a time: with theirs, of 16 the
+# kernels of a CPU compute each as in a step of its own
 
 
 @dataclass(slots=True)

@@ -18,6 +18,8 @@ from aioserve.scheduler.output import NewRequestData
 # Guesses, both: they bound what a look takes, and what they are worth was not measured.
 MAX_MATCH = 16  # tokens back to which places are compared: a longer match is not better
 MAX_PLACES = 8  # that are looked at, the newest first
+STORE_TOKENS = 65_536  # of recent outputs that are searched where nothing else is said
+MOST_ENTERED = 4096  # tokens of a text in one search: a long prompt holds up no step for long
 MAX_STORES = 8  # of outputs: of the model, and of the adapters that were used last
 
 
@@ -71,7 +73,7 @@ class NgramText:
         return best, behind
 
     def _enter(self) -> None:
-        """Chain the places that came since the last time."""
+        """Chain the places that came since the last time, or the first of them."""
         text, size, newest, previous = self.token_ids, self._size, self._newest, self._previous
         begin = len(previous)
         if begin < size - 1:
@@ -82,7 +84,8 @@ class NgramText:
             previous.append(newest.get(key, -1))
             newest[key] = begin
             return
-        grams = zip(*(text[begin - back :] for back in range(size - 1, -1, -1)), strict=False)
+        end = min(len(text), begin + MOST_ENTERED)
+        grams = zip(*(text[begin - back : end - back] for back in range(size - 1, -1, -1)))
         for place, gram in enumerate(grams, begin):
             key = hash(gram)
             previous.append(newest.get(key, -1))
@@ -200,8 +203,10 @@ def ngram_drafter(config: SpeculationConfig) -> NgramDrafter | None:
     """Return the n-gram drafter that the settings ask for; None if they ask for none."""
     if not config.drafts_by_ngrams:
         return None
-    length = TextDraftLength(config.num_speculative_tokens)
-    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_store, length)
+    length, store = TextDraftLength(config.num_speculative_tokens), config.prompt_lookup_store
+    if store is None:  # by default no stream's pace tells what another client was told
+        store = 0 if config.speculative_method == "auto" else STORE_TOKENS
+    return NgramDrafter(config.prompt_lookup_min, store, length)
 
 
 def _agreement(text: "array[int]", place: int, end: Sequence[int]) -> int:

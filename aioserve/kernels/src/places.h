@@ -7,8 +7,8 @@
 // there meanwhile.
 //
 // On a Xeon with AMX, fetches in a burst hold up what follows, even those to the second-level cache
-// (measured). So where there are TILES (attention.h), each line of the next tile is fetched to there alone,
-// and evenly over all work on this one: also while scores become weights (prefetch_fourths).
+// (measured). So where there are TILES (attention.h), rows of few queries over numbers as they are fetch each
+// line of the next tile to there alone, and evenly over all work on this one: also while scores become weights (prefetch_fourths).
 
 // Where K and V of a tile lie.
 typedef struct {

@@ -14,7 +14,7 @@
 #define FEW_QUERIES 16    // tokens of a row, up to which its context is cut into pieces
 #define ITEM_ROWS 192     // queries times heads of one item, with AMX up to twice as many: a tile is packed once for all
 #define MAX_ROWS 6        // of one product in registers
-#define DIRECT_ROWS 8     // queries times heads, up to which K and V are read as they lie
+#define DIRECT_ROWS 8     // queries times heads at once, where K and V are read as they lie
 #define SHARED_ROWS 24    // queries times heads of rows that read the same piece together
 #if W == 16 || defined(__aarch64__)  // 32 registers, else 16
 #define MAX_VECTORS 4
@@ -42,7 +42,7 @@ typedef struct {
     float softcap;        // 0: none
     const float *sinks;   // [q_heads] or null
     const int64_t *ends;  // [T], behind what a token sees; null: behind itself
-    int64_t unit;         // tiles begin at multiples of it, and have as many keys: 16 or 32
+    int64_t unit;         // 16 or 32: SMALL_TILE of them are the keys of a tile of few queries
 } attention;
 
 // One row of the step.
@@ -61,7 +61,7 @@ typedef struct {
     int64_t position;              // of the first, if they are of one row; else behind all keys
     int64_t first_key, end_key;    // positions that any of its queries may see
     int64_t start, tile;           // where its first tile begins; keys at a time, up to TILE
-    int is_direct;                 // K and V are read as they lie
+    int is_direct;                 // K and V are read as they lie, if their sizes allow it
     int64_t piece, pieces;         // which part of the context of a row this is
     float *const *partials;        // by packed token: where its sums go, if there are several
 } item;
@@ -115,7 +115,7 @@ static int64_t plan_many(const attention *args, const row *own, item *items) {
         work.position = own->seq_len - own->tokens + block * at_once;
         work.first_key = first_seen(args, work.position);
         work.end_key = end_seen(args, &work, work.tokens - 1);
-        work.start = work.first_key / args->unit * args->unit, work.tile = TILE;
+        work.start = work.first_key / 32 * 32, work.tile = TILE;  // the same whatever multiplies
         work.is_direct = work.tokens * group <= DIRECT_ROWS;
         work.pieces = 1;
         for (; work.kv_head < args->kv_heads; work.kv_head++, count++)

@@ -194,8 +194,8 @@ class DraftRows(BatchPart[bool]):
         grammars: Callable[[], BoundRows | None],
         most_with_drafts: float = math.inf,
     ) -> None:
-        """`grammars` returns None while no row has one. With guesses of `drafter` a step has fewer
-        than `most_with_drafts` tokens, unless it has as many without them.
+        """`grammars` returns None while no row has one. With guesses of `drafter` a step of as many
+        rows as the last one has fewer than `most_with_drafts` tokens, or as many without them.
         """
         super().__init__()
         self.drafter, self._sampling, self._grammars = drafter, sampling, grammars
@@ -273,8 +273,9 @@ class DraftRows(BatchPart[bool]):
                 if grammars is not None:
                     grammars.come_back()
                 guesses = {}
-            if len(inputs.rows) < self._most < math.inf:
-                guesses = _shortened(guesses, int(self._most) - 1 - len(inputs.rows))
+            size = len(inputs.rows) + sum(map(len, found.values()))
+            if size < self._most < math.inf:
+                guesses = _shortened(guesses, int(self._most) - 1 - size)
             self._guessed.update(guesses)
             found |= guesses
         return {

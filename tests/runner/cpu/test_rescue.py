@@ -17,6 +17,7 @@ from aioserve.runner.batch import rescue
 from aioserve.runner.batch.input_batch import SHARED
 from aioserve.runner.batch.rescue import NO_MEMORY
 from aioserve.runner.cpu.executor import StepExecutor
+from aioserve.runner.cpu.kv_memory import KVMemory
 from aioserve.runner.cpu.load import load_on_cpu
 from tests.models import VOCAB_SIZE
 from tests.runner.driver import (
@@ -438,3 +439,25 @@ def test_blocks_that_a_prompt_lacks_memory_for_fail_it_alone(
     driver.finish("large")
     driver.free_blocks.sort(reverse=True)
     assert finish_all(driver, [name]) == {name: expected[name]}
+
+
+def test_parts_of_a_step_ask_for_the_memory_of_the_blocks_that_running_requests_got(
+    make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = make_driver("llama")
+    names = [name for name, _ in prompts(4)]
+    for name, prompt in prompts(4):
+        driver.add(name, prompt)
+    driver.step({name: driver.sequences[name].lacking for name in names})
+    committed, commit = list[int](), KVMemory.commit
+
+    def noting(self: KVMemory, num_blocks: int, *, soon: int = 0) -> None:
+        committed.append(max(num_blocks, soon))
+        commit(self, num_blocks, soon=soon)
+
+    monkeypatch.setattr(KVMemory, "commit", noting)
+    watched(driver, monkeypatch, too_long(2))  # so that every step is run in parts
+    for _ in range(3 * BLOCK_SIZE):
+        driver.step({name: 1 for name in names})
+        highest = max(block for name in names for block in driver.sequences[name].block_ids)
+    assert max(committed) == highest + 1
