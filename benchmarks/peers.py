@@ -687,7 +687,9 @@ program = Program(__doc__)
 def main(args: Args) -> tuple[dict[str, Any] | None, int]:
     """Measure servers that run, or start them."""
     if args.held and (args.peers or any(load in PROMPTS for load in args.loads)):
-        sys.exit("peers.py: --held is for servers that are started here, and for the loads W1 to W5")
+        sys.exit(
+            "peers.py: --held is for servers that are started here, and for the loads W1 to W5"
+        )
     try:
         return compare_running(args) if args.peers else compare_built(args)
     except AioserveError as error:  # nobody is there
