@@ -252,8 +252,8 @@ _RULES = (
             config.speculation.speculative_method != "auto"
             or config.speculation.num_speculative_tokens <= 15
         ),
-        "by speculation.speculative_method auto a draft has at most 15 tokens, as more would change "
-        "bits of a reply; ngram drafts more",
+        "by speculation.speculative_method auto a draft has at most 15 tokens, as more would "
+        "change bits of a reply; ngram drafts more",
     ),
     _Rule(
         "speculation",

@@ -562,11 +562,10 @@ class SpeculationConfig(Section, frozen=True, kw_only=True):
         PositiveInt, doc("ngram drafts: tokens that must match before a draft is made")
     ] = 3
     prompt_lookup_store: Annotated[
-        int | None,
+        NonNegativeInt | None,
         doc(
             "ngram drafts: tokens of recent outputs, of all clients, that are searched beside the "
-            "request's own text; absent: 65536, and none with auto",
-            ge=0,
+            "request's own text; absent: 65536, and none with auto"
         ),
     ] = None
 

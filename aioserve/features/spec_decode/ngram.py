@@ -85,7 +85,8 @@ class NgramText:
             newest[key] = begin
             return
         end = min(len(text), begin + MOST_ENTERED)
-        grams = zip(*(text[begin - back : end - back] for back in range(size - 1, -1, -1)))
+        shifted = [text[begin - back : end - back] for back in range(size - 1, -1, -1)]
+        grams = zip(*shifted, strict=True)
         for place, gram in enumerate(grams, begin):
             key = hash(gram)
             previous.append(newest.get(key, -1))
