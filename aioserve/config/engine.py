@@ -108,7 +108,7 @@ def _is_model(config: EngineConfig) -> bool:
 
 
 def _may_draft(config: EngineConfig) -> bool:
-    """Whether drafts that are made only where they are possible are possible by the settings."""
+    """Return whether the settings let drafts be made, of a method that drafts where it can."""
     is_possible = _is_model(config) and config.scheduler.pipeline_depth != 2
     return config.speculation.drafts_surely or is_possible
 
