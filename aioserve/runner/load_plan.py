@@ -221,7 +221,8 @@ class LoadPlan:
         drafter: Drafter | None = None
         speculation, most = self.config.speculation, math.inf
         if not speculation.drafts_surely:  # then they are to change no bit
-            most = 0 if self.model.states is not None else self.model.alone_below
+            is_ahead = self.config.scheduler.pipeline_depth == 2
+            most = 0 if is_ahead or self.model.states is not None else self.model.alone_below
         if self.ranks is None or self.ranks.is_first:  # guesses reach the others with the steps
             if speculation.drafts_by_ngrams and most:
                 from aioserve.runner.batch.drafter import DRAFTERS
