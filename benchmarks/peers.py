@@ -561,7 +561,7 @@ def compare_built(args: Args) -> tuple[None, int]:
             print(f"{peer.key} is left out: {peer.missing}", file=sys.stderr)
     asked = [peer for peer in asked if not peer.missing]
     if not asked:
-        sys.exit("peers.py: none of these servers can be started")
+        sys.exit("peers.py: no server can be started; what each one lacks stands above")
     loads = [load for load in args.loads if load in PER_STREAM]
     name = "bench-prompts" if set(loads) & set(PROMPTS) else "bench-peers"
     if name == "bench-prompts":
@@ -629,7 +629,9 @@ def _visit(
 
 
 def prompt_floors(model: Path, lengths: Sequence[int]) -> list[float]:
-    """Seconds of prompts of these lengths, in a process of its own, as torch is large."""
+    """Return the floor of a prompt of each of these lengths, in seconds. A process of its own calls
+    this: it imports torch, which the measuring process does without.
+    """
     from steps import prompt_floors
 
     return prompt_floors(model, lengths)

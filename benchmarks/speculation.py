@@ -35,8 +35,6 @@ from harness import MODELS, ROOT, TEXTS, Args, Opt, Program, Table, ratio
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-sys.path.insert(0, str(ROOT))
-
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import (
     CacheConfig,
@@ -53,7 +51,6 @@ from aioserve.lab.workloads.synthetic import (
     WorkloadSpec,
     generate,
 )
-from tests.real_models.weights import fetched
 
 program = Program(__doc__)
 
@@ -213,6 +210,9 @@ CODE: dict[str, Any] = {"model": "qwen", "tasks": Opt(["write", "edit"], choices
 async def code(args: Args) -> dict[str, Any]:
     """Measure drafts where a model for code writes functions and edits code."""
     if args.model == "qwen":
+        sys.path.insert(0, str(ROOT))  # the tests know where its weights are
+        from tests.real_models.weights import fetched
+
         args.model = str(fetched("qwen"))
     return await compare_tasks(args.tasks, args)
 

@@ -441,7 +441,9 @@ def floors_of(config: ModelConfig, threads: int) -> tuple[Floors, str]:
 
 
 def prompt_floors(path: Path, lengths: Sequence[int], chunk: int = CHUNK.default) -> list[float]:
-    """Seconds of the products and the attention of prompts alone, on the threads of a server."""
+    """Return the floor of a prompt of each of these lengths, in seconds: what its products and its
+    attention take, on as many threads as a server has.
+    """
     floors, _ = floors_of(ModelConfig(model=str(path)), machine.default_num_threads())
     return [sum(floor(Case(0, 0, length), chunk, floors)) for length in lengths]
 

@@ -369,7 +369,6 @@ def _check_chat_template(model_info: ModelInfo) -> None:
 
 def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
     """Return the runner that the config names; only that one is imported."""
-    config = _without_auto_drafts(config)
     if config.runner.runner == "simulated":
         from aioserve.runner.simulated import SimulatedRunner
 
@@ -377,11 +376,12 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
     from aioserve.runner.devices import choose_device
 
     if choose_device(config) == "cuda":
-        method = config.speculation.speculative_method
-        if method != "none" and config.scheduler.pipeline_depth != 1:
+        speculation = config.speculation
+        if speculation.drafts_surely and config.scheduler.pipeline_depth != 1:
             raise ConfigError(
-                f"speculation.speculative_method is {method}, but on a CUDA device a step begins "
-                "before what to guess from is known: give --pipeline-depth 1, or --device cpu"
+                f"speculation.speculative_method is {speculation.speculative_method}, but on a "
+                "CUDA device a step begins before the tokens are known from which drafts are "
+                "made: give --pipeline-depth 1, or --device cpu"
             )
         is_shared = config.runner.tensor_parallel_size > 1
         return RUNNERS["cuda ranks" if is_shared else "cuda"](config, model_info)
@@ -390,19 +390,6 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
     from aioserve.runner.cpu.runner import SleepingRunner
 
     return SleepingRunner(config, model_info)
-
-
-def _without_auto_drafts(config: EngineConfig) -> EngineConfig:
-    """Return the settings with `auto` drafts only where steps wait for what to guess from."""
-    from aioserve.runner.devices import choose_device
-
-    if config.speculation.speculative_method != "auto":
-        return config
-    is_model = config.runner.runner == "model" and choose_device(config) == "cpu"
-    if is_model and config.scheduler.pipeline_depth != 2:
-        return config
-    speculation = msgspec.structs.replace(config.speculation, speculative_method="none")
-    return msgspec.structs.replace(config, speculation=speculation)
 
 
 # Whether this engine's runner can do what a policy asks of it: asked before it plans.

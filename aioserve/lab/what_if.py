@@ -88,7 +88,7 @@ def make_workload(traffic: Traffic, path: str, seed: int = 0) -> Workload:
     lives = sorted(zip(traffic.lives, chains, strict=True), key=lambda pair: pair[0].arrival)
     if not lives:
         raise ConfigError(f"decision log {path} has no requests that were served")
-    first = lives[0][0].arrival
+    first, has_drafts = lives[0][0].arrival, bool(traffic.chronicle.longest_draft)
     return Workload(
         Path(path).name,
         tuple(
@@ -99,7 +99,7 @@ def make_workload(traffic: Traffic, path: str, seed: int = 0) -> Workload:
                 priority=life.spec.priority,
                 user=life.spec.user,
                 timeout=_timeout(life),
-                draft_acceptance=_draft_acceptance(life),
+                draft_acceptance=_draft_acceptance(life) if has_drafts else None,
                 max_tokens=life.spec.sampling_params.max_tokens,
                 hints=life.spec.hints,
             )
@@ -188,7 +188,7 @@ def _pieces(
     return tuple(pieces)
 
 
-def _draft_acceptance(life: Life) -> float | None:
+def _draft_acceptance(life: Life) -> float:
     """Return the share of right guesses among those whose predecessors were right, or among the
     steps, if these are more: n-grams are found in few, and are simulated in all.
     """

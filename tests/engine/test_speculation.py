@@ -195,6 +195,19 @@ async def test_automatic_drafts_leave_a_step_as_small_as_its_tokens_have_the_bit
     assert max(sizes) > 3
 
 
+async def test_a_fault_in_the_price_of_drafts_ends_no_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: DraftLength, num_rows: int, num_tokens: int, seconds: float) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(DraftLength, "stepped", broken)
+    plain, _ = await replies(4, None, speculative_method="none")
+    found, _ = await replies(4, None, speculative_method="ngram")
+    assert found == plain
+    assert "what drafts cost could not be learned" in caplog.text
+
+
 async def test_automatic_drafts_are_none_for_a_model_whose_products_are_a_librarys() -> None:
     config = EngineConfig(
         model=ModelConfig(model="embedded", fused=False), speculation=SpeculationConfig()

@@ -213,8 +213,9 @@ def _resident() -> int:
 
 logger = logging.getLogger(__name__)
 
-MAX_GUESSES = 15  # tokens without a choice that are sent along at a time: with theirs, of 16 the
-# kernels of a CPU compute each as in a step of its own
+# Tokens without a choice that are sent along at a time. With the token before them they are 16: the
+# kernels of a CPU compute each of so many as in a step of its own.
+MAX_GUESSES = 15
 
 
 @dataclass(slots=True)

@@ -27,8 +27,8 @@ PACE_MEMORY = 0.5  # weight of a step's pace against the next. A guess.
 MOST_SURPRISE = 2.0  # times what was expected; one stall must not say more of a size. A guess.
 FORGETTING = 0.98  # and while its drafts are not sent: they may have become better
 LEAST_GAIN = 1.01  # times the tokens a second without drafts: less is not worth the doubt
-# Of so many steps in a row, the last is without drafts: what steps take changes, and what drafts
-# cost is the difference. A guess.
+# After one step fewer than this with drafts, a step goes without. The difference of their times is
+# what drafts cost, which changes with the machine's load. A guess.
 COMPARED_IN = 32
 # Of drafts that do not seem to pay, the first token of one in this many is sent: what is never
 # tried is never learned.

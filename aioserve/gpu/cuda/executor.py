@@ -569,9 +569,7 @@ class StepExecutor:
         sampled = np.empty(len(token_ids), dtype=np.int64)
         sampled[step.plan.places] = token_ids
         kept = self._batch.append(inputs, sampled)
-        drafter.length.stepped(
-            len(inputs.req_ids), len(inputs.positions), time.perf_counter() - step.began
-        )
+        self.parts.drafts.learn(inputs, time.perf_counter() - step.began)
         guesses = self.parts.drafts.guesses(inputs, self._batch)
         step.failed.update(self._batch.failures(inputs))
         return kept, guesses

@@ -240,6 +240,17 @@ class DraftRows(BatchPart[bool]):
                 if row in drafts:  # the policy may have sent none of them
                     self.drafter.length.verified(row, len(drafts[row]), len(own) - 1)
 
+    def learn(self, inputs: StepInputs, seconds: float) -> None:
+        """Let the drafter learn what the step of `inputs` took. What it raises ends no request."""
+        if self.drafter is None:
+            return
+        length = self.drafter.length
+        try:
+            length.stepped(len(inputs.req_ids), len(inputs.positions), seconds)
+        except Exception:
+            logger.exception("what drafts cost could not be learned: it is learned anew")
+            length.forget_times()
+
     def guesses(self, inputs: StepInputs, batch: InputBatch) -> dict[str, list[int]]:
         """Return what comes next of the requests of a step, where their grammars leave no choice,
         or where the drafter has a guess.

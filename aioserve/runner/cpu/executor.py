@@ -65,8 +65,7 @@ class ComputedStep(NamedTuple):
         token_ids = batch.append(inputs, sampled.token_ids)
         guesses: dict[str, list[int]] = {}
         if drafter is not None:
-            seconds = time.perf_counter() - self.started
-            drafter.length.stepped(len(inputs.req_ids), len(inputs.positions), seconds)
+            parts.drafts.learn(inputs, time.perf_counter() - self.started)
         if takes_guesses and (self.is_masked or drafter is not None):
             guesses = parts.drafts.guesses(inputs, batch)
         failed = batch.failures(inputs)

@@ -94,6 +94,24 @@ def test_drafts_of_a_log_are_as_good_in_the_workload(tmp_path: Path) -> None:
         assert share == pytest.approx(request.draft_acceptance, abs=0.25)
 
 
+@pytest.mark.parametrize(("num_drafts", "expected"), [(0, None), (2, 0.0)])
+def test_a_request_without_drafts_says_that_they_fail_where_others_had_some(
+    num_drafts: int, expected: float | None, tmp_path: Path
+) -> None:
+    """A log without drafts says nothing about them."""
+    requests = [
+        WorkloadRequest(0.0, (Piece(0, 40),), 1),
+        WorkloadRequest(1.0, (Piece(1, 40),), 50),
+    ]
+    config = EngineConfig(
+        runner=RunnerConfig(runner="simulated", simulated_draft_tokens=num_drafts),
+        scheduler=SchedulerConfig(decision_log=str(tmp_path / "log")),
+    )
+    simulate(config, Workload("test", tuple(requests)))
+    workload = make_workload(read_traffic(DecisionLog(tmp_path / "log")), "log")
+    assert workload.requests[0].draft_acceptance == expected
+
+
 def test_compare_takes_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log, result = tmp_path / "log", tmp_path / "result.json"
     record(log, num_requests=60)

@@ -122,7 +122,9 @@ def make_runner(
                 info.vocab_size,
                 grammars=grammars,
                 eos_token_ids=info.eos_token_ids,
-                drafter=ngram_drafter(config.speculation),
+                drafter=ngram_drafter(config.speculation)
+                if config.speculation.drafts_surely
+                else None,
             ),
             adapter_room=1 << 30,
         )
