@@ -39,8 +39,8 @@ WANTED = [
 
 def config(method: str = "none", **scheduler: Any) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(max_model_len=256, dtype="float32"),
-        cache=CacheConfig(num_kv_blocks=17),  # less than these requests want together
+        model=ModelConfig(max_model_len=176, dtype="float32"),
+        cache=CacheConfig(num_kv_blocks=11),  # much less than these requests want together
         scheduler=SchedulerConfig(max_num_seqs=16, **scheduler),
         speculation=SpeculationConfig(speculative_method=method),
         runner=RunnerConfig(threads=1),
