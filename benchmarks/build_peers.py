@@ -33,6 +33,8 @@ MODELS = PEERS / "models"
 SOURCE = ROOT / "models" / "smollm2.gguf"
 QUANTIZE = PEERS / "llama.cpp" / "llama-quantize"
 BFLOAT16 = "bfloat16"
+#: The label of aioserve where it keeps K and V in 8 bits, as OpenVINO does with all weights.
+INT8_CACHE = "aioserve, `--kv-cache-dtype int8`"
 FILES = {BFLOAT16: MODELS / "BF16.gguf", "Q8_0": MODELS / "Q8_0.gguf", "Q4_0": MODELS / "Q4_0.gguf"}
 HALF = MODELS / "F16.gguf"  # for OpenVINO, which reads no BF16 and computes in bfloat16
 DIRECTORY = MODELS / "directory"  # the weights of BF16.gguf for those that read no GGUF
@@ -94,15 +96,19 @@ def servers(*, is_held: bool = False) -> list[Peer]:
         ours(f"ours-{weights}-int8", "aioserve, `--activations int8`", weights, "int8")
         for weights in ("Q8_0", "Q4_0")
     ]
+    found.append(ours("ours-bfloat16-int8-cache", INT8_CACHE, BFLOAT16, kv_cache_dtype="int8"))
     found += [llama_cpp(weights, PEERS / f"llama.cpp{'-avx2' * is_held}") for weights in FILES]
     return [*found, vllm(is_held), *openvino()]
 
 
-def ours(key: str, label: str, weights: str, activations: str | None = None) -> Peer:
+def ours(
+    key: str, label: str, weights: str, activations: str = "", kv_cache_dtype: str = ""
+) -> Peer:
     """Return the server of this checkout."""
     words = [sys.executable, "-m", "aioserve", "--model", str(FILES[weights]), "--port", "{port}"]
     words += ["--log-level", "warning", "--speculative-method", "none"]  # as the peers are served
     words += ["--activations", activations] if activations else []
+    words += ["--kv-cache-dtype", kv_cache_dtype] if kv_cache_dtype else []
     return Peer(key, label, weights, tuple(words), (FILES[weights],), ready="/ready")
 
 

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from build_peers import BFLOAT16, DIRECTORY, FILES, HELD, Peer, servers
+from build_peers import BFLOAT16, DIRECTORY, FILES, HELD, INT8_CACHE, Peer, servers
 from harness import (
     LOADS,
     ROOT,
@@ -187,9 +187,12 @@ class Run(msgspec.Struct, frozen=True):
     rates: dict[str, dict[str, dict[str, float]]]
 
     def ratio(self, weights: str, load: str) -> float | None:
-        """Rate of aioserve, with the faster activations, to that of the best peer."""
+        """Rate of aioserve, with the faster activations and K and V of the compute type, to that of
+        the best peer.
+        """
         servers = self.rates.get(weights, {})
         found = {label: rates[load] for label, rates in servers.items() if load in rates}
+        found.pop(INT8_CACHE, None)
         ours = [rate for label, rate in found.items() if label.startswith(OURS)]
         peers = [rate for label, rate in found.items() if not label.startswith(OURS)]
         return max(ours) / max(peers) if ours and peers else None

@@ -10,6 +10,7 @@ def _run(revision: str, date: str, ours: float) -> Run:
     rates = {
         "bfloat16": {
             "aioserve": {"W1": ours, "W2": 30.0},
+            "aioserve, `--kv-cache-dtype int8`": {"W1": 2 * ours, "W2": 90.0},
             "llama.cpp": {"W1": 50.0},
             "vLLM (CPU)": {"W1": 80.0, "W2": 60.0},
         },
