@@ -66,6 +66,8 @@ class BodyDecoder(Generic[T]):
         self._decoder = msgspec.json.Decoder(self._type)
         self._get_unserved = _values_of(*self.unserved)
         self._nothing = (None,) * len(self.unserved)
+        self._get_skipped = _values_of(*self.skipped)
+        self._none_skipped = (None,) * len(self.skipped)
 
     def decode(self, body: bytes | bytearray, *, ignore_unknown: bool = False) -> T:
         """Return the request in `body`. Raises `RequestError` that names the path of what is wrong.
@@ -88,6 +90,14 @@ class BodyDecoder(Generic[T]):
         if values != self._nothing:
             self._refuse(values, ignore_unknown)
         return request
+
+    def asked_in_vain(self, request: T) -> list[str]:
+        """Return what a decoded body asks for that is passed over, in words."""
+        values = self._get_skipped(request)
+        if values == self._none_skipped:
+            return []
+        told = zip(self.skipped.values(), values, strict=True)
+        return [what for what, value in told if value not in (None, [])]
 
     def _refuse(self, values: tuple[Any, ...], ignore_foreign: bool) -> None:
         for (name, field), value in zip(self.unserved.items(), values, strict=True):
@@ -228,8 +238,11 @@ async def _read(request: web.Request) -> bytes | bytearray:
     length, limit = request.content_length, request.client_max_size
     if length is not None and length > limit:
         raise web.HTTPRequestEntityTooLarge(limit, length)
-    if request.content.is_eof():
-        return await request.read()
+    if request.content.is_eof():  # all of it has come
+        body = request.content.read_nowait()
+        if len(body) > limit:
+            raise web.HTTPRequestEntityTooLarge(limit, len(body))
+        return body
     seconds = request.app[ENGINE].config.access.body_timeout
     try:
         async with asyncio.timeout(seconds):
@@ -284,8 +297,7 @@ async def decode_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
     engine = request.app[ENGINE]
     ignore_unknown = engine.config.server.ignore_unknown_fields
     body = decoder.decode(await _read(request), ignore_unknown=ignore_unknown)
-    asked = [what for n, what in decoder.skipped.items() if getattr(body, n) not in (None, [])]
-    if asked:
+    if asked := decoder.asked_in_vain(body):
         pass_over(request, asked)
     if isinstance(body, ModelRequest) and body.model is not None:
         body.model = model_of(engine, body.model)

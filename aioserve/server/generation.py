@@ -8,12 +8,12 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 
 from aioserve.engine import Prompt, RequestStream
 from aioserve.errors import AioserveError, RequestError
@@ -77,6 +77,19 @@ def typed_event(struct: Any) -> bytes:
     """Return one event that is named as its struct's `type` says."""
     name: str = struct.type
     return b"event: " + name.encode() + b"\n" + event(struct)
+
+
+class _Chunked(web.Response):
+    """A response in chunks, whose head leaves in one piece with the first of them: that of a
+    `web.StreamResponse` takes a call to the system of its own.
+    """
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        super().__init__(headers=headers)
+        self.enable_chunked_encoding()
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        await web.StreamResponse.write_eof(self, data)
 
 
 class EventStream:
@@ -159,9 +172,12 @@ class EventStream:
     async def _begun(self) -> web.StreamResponse:
         """Return the response, to which all that is held was written."""
         if self._response is None:
-            self._response = web.StreamResponse(headers=self._headers)
+            is_chunked = self._request.version >= HttpVersion11
+            make = _Chunked if is_chunked else web.StreamResponse
+            self._response = make(headers=self._headers)
             await self._response.prepare(self._request)
-        self._let_go()
+        if self._held:
+            self._let_go()
         return self._response
 
     def _hold(self, chunk: bytes) -> None:
@@ -382,30 +398,39 @@ async def respond(
         params = msgspec.structs.replace(params, n=best_of, logprobs=params.logprobs or 0)
     fields = allowed_fields(request, body)
     reply.hints = fields.get("hints", NO_HINTS)
-    async with AsyncExitStack() as stack:
-        leave = await stack.enter_async_context(
-            entered(request, lambda: _claim(reply.id, prompts, params, engine.max_model_len))
-        )
-        is_aborted = stack.enter_context(
-            request.app[RUNNING].enter(reply.id, ids, owner_of(request))
-        )
-        streams: list[RequestStream] = []
-        for request_id, prompt in zip(ids, prompts, strict=True):
-            stream = await engine.add_request(
-                await prompt.bring(engine) if isinstance(prompt, Shown) else prompt,
-                params,
-                request_id=request_id,
-                adapter=reply.model,
-                **fields,
-            )
-            streams.append(await stack.enter_async_context(stream))
-            if is_aborted.is_set():  # while another prompt was being tokenized
-                engine.abort_now(request_id)
-        reply.prompts = [stream.prompt_token_ids for stream in streams]
-        await reply.begin()
-        if body.stream:
-            return await _stream(request, streams, params, reply, leave)
-        return await _collect(streams, params.n, reply, wanted)
+    streams: list[RequestStream] = []
+    async with entered(
+        request, lambda: _claim(reply.id, prompts, params, engine.max_model_len)
+    ) as leave:
+        with request.app[RUNNING].enter(reply.id, ids, owner_of(request)) as is_aborted:
+            try:
+                for request_id, prompt in zip(ids, prompts, strict=True):
+                    stream = await engine.add_request(
+                        await prompt.bring(engine) if isinstance(prompt, Shown) else prompt,
+                        params,
+                        request_id=request_id,
+                        adapter=reply.model,
+                        **fields,
+                    )
+                    streams.append(stream)
+                    if is_aborted.is_set():  # while another prompt was being tokenized
+                        engine.abort_now(request_id)
+                reply.prompts = [stream.prompt_token_ids for stream in streams]
+                await reply.begin()
+                if body.stream:
+                    return await _stream(request, streams, params, reply, leave)
+                return await _collect(streams, params.n, reply, wanted)
+            finally:
+                _close(streams)
+
+
+def _close(streams: Sequence[RequestStream]) -> None:
+    """Close all of them, whatever one raises."""
+    if len(streams) == 1:
+        return streams[0].close()
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.callback(stream.close)
 
 
 def _log_passed_over(request: web.Request, request_id: str) -> None:
@@ -465,7 +490,10 @@ async def _stream(
                 num_live -= 1
                 if is_last := not num_live:  # the client may ask again as soon as it has read this
                     await leave()
-            chunk = await _told(reply.chunk, index, output, outputs=[output])
+            if output.prompt_logprobs is None:  # most: `_told`, without its coroutine
+                chunk = reply.chunk(index, output)
+            else:
+                chunk = await _told(reply.chunk, index, output, outputs=[output])
             if is_last:  # of all choices: it leaves with what ends the stream
                 last = chunk
             elif chunk:

@@ -172,8 +172,8 @@ async def say_when_to_come_again(request: web.Request, response: web.StreamRespo
 
 
 def _given_request_id(request: web.Request) -> str | None:
-    given = request.headers.get(REQUEST_ID_HEADER, "")
-    return given if is_sane_id(given) else None
+    given = request.headers.get(REQUEST_ID_HEADER)
+    return given if given is not None and is_sane_id(given) else None
 
 
 def _own_id(request: web.Request) -> str:

@@ -3,11 +3,9 @@
 The id of a response that is being made can abort all its requests; finished ones may be kept.
 """
 
-import contextlib
 import uuid
-from asyncio import Event
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from aiohttp import web
@@ -40,34 +38,65 @@ def check_id(given: str) -> None:
         )
 
 
+class RunningResponse:
+    """A response that is not over; as a context manager it is one inside its block."""
+
+    __slots__ = ("_all", "_is_aborted", "own_ids", "owner", "request_ids", "response_id")
+
+    def __init__(
+        self, response_id: str, request_ids: Sequence[str], owner: str, running: "RunningResponses"
+    ) -> None:
+        self.response_id, self.request_ids, self.owner = response_id, request_ids, owner
+        self.own_ids = {response_id, *request_ids}
+        self._all, self._is_aborted = running, False
+
+    def is_set(self) -> bool:
+        """Return whether it was aborted."""
+        return self._is_aborted
+
+    def set(self) -> None:
+        """Note that it was aborted."""
+        self._is_aborted = True
+
+    def __enter__(self) -> "RunningResponse":
+        self._all.add(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._all.discard(self)
+
+
 class RunningResponses:
     """The responses of one application that are not over."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._running: dict[str, tuple[Event, Sequence[str]]] = {}
+        self._running: dict[str, RunningResponse] = {}
         self._owners: dict[str, str] = {}  # by every id of theirs
 
-    @contextlib.contextmanager
     def enter(
         self, response_id: str, request_ids: Sequence[str], owner: str = ""
-    ) -> Iterator[Event]:
-        """Inside the block the response can be aborted by its owner. Yields what is set then:
-        requests that were not yet handed over are the caller's to abort. Raises
+    ) -> RunningResponse:
+        """Inside the block the response can be aborted by its owner. What it yields is set then:
+        requests that were not yet handed over are the caller's to abort. Entering it raises
         `RequestIdInUseError`.
         """
-        own_ids = {response_id, *request_ids}
-        if taken := own_ids & self._owners.keys():  # else an abort of one would end the other
+        return RunningResponse(response_id, request_ids, owner, self)
+
+    def add(self, response: RunningResponse) -> None:
+        """Raises `RequestIdInUseError`."""
+        taken = response.own_ids & self._owners.keys()
+        if taken:  # else an abort of one would end the other
             raise RequestIdInUseError(f"request id {min(taken)!r} is in use")
-        is_aborted = Event()
-        self._running[response_id] = (is_aborted, request_ids)
-        self._owners.update(dict.fromkeys(own_ids, owner))
-        try:
-            yield is_aborted
-        finally:
-            del self._running[response_id]
-            for own_id in own_ids:
-                del self._owners[own_id]
+        self._running[response.response_id] = response
+        for own_id in response.own_ids:
+            self._owners[own_id] = response.owner
+
+    def discard(self, response: RunningResponse) -> None:
+        """Give its ids back."""
+        del self._running[response.response_id]
+        for own_id in response.own_ids:
+            del self._owners[own_id]
 
     def abort(self, given_id: str, reach: str = "") -> bool:
         """End a response, or one request, early. False if none of that id is running, or it is not
@@ -77,9 +106,9 @@ class RunningResponses:
             return False
         if given_id not in self._running:
             return self._engine.abort_now(given_id)
-        is_aborted, request_ids = self._running[given_id]
-        is_aborted.set()
-        for request_id in request_ids:
+        response = self._running[given_id]
+        response.set()
+        for request_id in response.request_ids:
             self._engine.abort_now(request_id)
         return True
 

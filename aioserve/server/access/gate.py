@@ -112,7 +112,7 @@ def entered(
     """
     key = request.get(KEY)
     if key is None or not key.is_counted:
-        return contextlib.nullcontext(_leave_nothing)
+        return _UNCOUNTED
     return request.app[ACCESS].entrance.entered(key.name, make_claim())
 
 
@@ -166,6 +166,9 @@ def reach_of(request: web.Request) -> str:
 
 async def _leave_nothing() -> None:
     pass
+
+
+_UNCOUNTED = contextlib.nullcontext(_leave_nothing)
 
 
 def _route(request: web.Request) -> str:
@@ -230,6 +233,7 @@ HEADERS: Mapping[str, tuple[str, ...]] = {
 }
 #: Headers of llm-d in milliseconds, by the hint, in seconds.
 HEADERS_IN_MS: Mapping[str, str] = {SLO_TTFT: "x-slo-ttft-ms", SLO_TPOT: "x-slo-tpot-ms"}
+_ALL_HEADERS = frozenset(map(str.lower, (*sum(HEADERS.values(), ()), *HEADERS_IN_MS.values())))
 #: Fields of bodies that are maps of hints: of vLLM, and of its clients.
 MAPS = ("vllm_xargs", "kv_hints")
 #: Labels of bodies, by the hint that each one states; the first that a body has counts.
@@ -322,6 +326,8 @@ def _possible(labels: Mapping[str, Any]) -> Hints:
 
 def _headers(request: web.Request) -> Hints:
     found: dict[str, Any] = {}
+    if _ALL_HEADERS.isdisjoint(map(str.lower, request.headers)):
+        return found
     get = request.headers.get
     for name, headers in HEADERS.items():
         for header in headers:

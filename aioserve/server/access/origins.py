@@ -64,18 +64,18 @@ class Hosts:
         """Raises `ForeignHostError` for a name that is not this server's. A request without a name
         comes from no browser and passes.
         """
-        given = request.headers.get("Host", "")
-        is_guarded = self.asks_keys or self._access.tls is not None or _is_by_unix_socket(request)
-        if not given or (is_guarded and not self.settings.allowed_hosts):
+        given = request.headers.get(hdrs.HOST, "")
+        if not given or self._accepts(given):
             return
-        name = _name_of(given).lower().removesuffix(".")
-        if not self._accepts(name):
+        is_guarded = self.asks_keys or self._access.tls is not None or _is_by_unix_socket(request)
+        if not is_guarded or self.settings.allowed_hosts:
             raise ForeignHostError(
-                f"this server is not called {name[:64]!r}: use its address, or start it with "
-                "--allowed-hosts and that name"
+                f"this server is not called {_name_of(given)[:64]!r}: use its address, or start it "
+                "with --allowed-hosts and that name"
             )
 
-    def _is_ours(self, name: str) -> bool:
+    def _is_ours(self, given: str) -> bool:
+        name = _name_of(given)
         if name in self._own_names or is_loopback(name) or _is_address(name):
             return True
         if self.settings.allowed_hosts:
@@ -91,14 +91,13 @@ HOSTS = web.AppKey("HOSTS", Hosts)
 
 def _is_by_unix_socket(request: web.Request) -> bool:
     link = request.transport
-    return link is not None and isinstance(link.get_extra_info("sockname"), str | bytes)
+    return link is not None and isinstance(link.get_extra_info("sockname"), (str, bytes))
 
 
 def _name_of(host: str) -> str:
     """Without the port, and without the brackets of an IPv6 address."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.lower().removesuffix(".")
 
 
 def _is_address(name: str) -> bool:
