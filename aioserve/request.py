@@ -202,6 +202,8 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
             text = getattr(self, name)
             if not isinstance(text, str):
                 raise RequestError(f"{name} must be a string, got {text!r}", param=name)
+            if text.isascii():
+                continue
             try:
                 text.encode()
             except UnicodeEncodeError as error:

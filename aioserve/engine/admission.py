@@ -6,8 +6,7 @@ how many there are; knows no order.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -106,6 +105,28 @@ class QueueShares:
                 del self._num_requests[name], self._num_tokens[name]
 
 
+class _Arrival:
+    """One arriving request: `Admission.counted`."""
+
+    __slots__ = ("_admission", "_num_tokens")
+
+    def __init__(self, admission: "Admission", num_tokens: int) -> None:
+        self._admission, self._num_tokens = admission, num_tokens
+
+    def __enter__(self) -> None:
+        admission = self._admission
+        admission.check_queue(self._num_tokens)
+        admission.num_arriving += 1
+        admission.num_tokens += self._num_tokens
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        admission = self._admission
+        admission.num_arriving -= 1
+        admission.num_tokens -= self._num_tokens
+        if isinstance(error, EngineOverloadedError):
+            admission.say_when(error)
+
+
 class Admission:
     """The way into one engine: arriving requests are counted, and their inputs prepared."""
 
@@ -130,23 +151,33 @@ class Admission:
         self.num_arriving = 0  # requests that are arriving now
         self.num_tokens = 0  # a lower bound of their prompts' tokens
 
-    @contextmanager
-    def counted(self, num_tokens: int) -> Iterator[None]:
-        """Count one more arriving request, of at least `num_tokens`, inside the block. Raises
-        `EngineOverloadedError`, before the work is done, if that is too much for the queue.
+    def counted(self, num_tokens: int) -> "_Arrival":
+        """Count one more arriving request, of at least `num_tokens`, inside the block. Entering it
+        raises `EngineOverloadedError`, before the work is done, if that is too much for the queue.
         """
+        return _Arrival(self, num_tokens)
+
+    def check_queue(self, num_tokens: int) -> None:
+        """Raises `EngineOverloadedError`, which says when to come again."""
         try:
             self._core.loop.scheduler.check_queue(num_tokens, self.num_arriving, self.num_tokens)
-            self.num_arriving += 1
-            self.num_tokens += num_tokens
-            try:
-                yield
-            finally:
-                self.num_arriving -= 1
-                self.num_tokens -= num_tokens
         except EngineOverloadedError as error:
-            error.retry_after = self._estimate_wait()
+            self.say_when(error)
             raise
+
+    def say_when(self, error: EngineOverloadedError) -> None:
+        """Let a refusal say when to come again."""
+        error.retry_after = self._estimate_wait()
+
+    @staticmethod
+    def has_to_prepare(spec: RequestSpec) -> bool:
+        """Return whether `prepare` has something to do besides an adapter."""
+        params = spec.sampling_params
+        return (
+            bool(spec.encoder_inputs)
+            or params.structured_outputs is not None
+            or params.thinking_budget is not None
+        )
 
     async def prepare(
         self, spec: RequestSpec, samples: Samples, adapter: str, seconds: float | None

@@ -421,7 +421,7 @@ class AsyncEngine(EngineClient):
         adapter: str,
         seconds: float | None,
     ) -> None:
-        parts = self._alive()
+        parts = self._parts or self._alive()  # `_enter` asks again
 
         def register(request: Request, index: int) -> None:
             parts.output_processor.add_request(request, samples, index, stream)
@@ -437,8 +437,9 @@ class AsyncEngine(EngineClient):
         register: Callable[[Request, int], None],
     ) -> None:
         parts = self._alive()
-        spec = await parts.arrivals.prepare(spec, samples, adapter, seconds)
-        self._alive()
+        if adapter or parts.arrivals.has_to_prepare(spec):
+            spec = await parts.arrivals.prepare(spec, samples, adapter, seconds)
+            self._alive()
         if self._control is not None:
             self._control.check_arrival()  # a pause may have begun meanwhile
         parts.arrivals.enter(spec, samples, register)

@@ -5,11 +5,10 @@ From a prompt to a stream of its outputs. Knows no scheduler and no steps.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence, Set
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
-    contextmanager,
     nullcontext,
 )
 from pathlib import Path
@@ -69,6 +68,29 @@ class ServedAdapters(Protocol):
 
     def check_name(self, name: str) -> None:
         """Raises `UnknownModelError` if it is neither the model's nor an adapter's."""
+
+
+class _Claimed:
+    """The ids of a request that arrives: `EngineClient._claimed`."""
+
+    __slots__ = ("_abort", "_drop", "_samples")
+
+    def __init__(
+        self, samples: Samples, drop: Callable[[Samples], None], abort: Callable[[Samples], bool]
+    ) -> None:
+        self._samples, self._drop, self._abort = samples, drop, abort
+
+    def __enter__(self) -> Samples:
+        return self._samples
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        samples = self._samples
+        if kind is not None:
+            self._drop(samples)
+            return
+        samples.is_arriving = False
+        if samples.is_aborted:
+            self._abort(samples)
 
 
 class EngineClient(ABC):
@@ -388,18 +410,9 @@ class EngineClient(ABC):
     def _abort(self, samples: Samples) -> bool:
         """Abort requests; returns whether any really ended by this call."""
 
-    @contextmanager
-    def _claimed(self, request_id: str, n: int, claims: Claims) -> Iterator[Samples]:
+    def _claimed(self, request_id: str, n: int, claims: Claims) -> "_Claimed":
         """Claim the ids of a request inside the block, where it is accepted or dropped."""
-        samples = claims.claim(request_id, n)
-        try:
-            yield samples
-        except BaseException:
-            self._drop(samples)
-            raise
-        samples.is_arriving = False
-        if samples.is_aborted:
-            self._abort(samples)
+        return _Claimed(claims.claim(request_id, n), self._drop, self._abort)
 
     def _abort_if_here(self, request_id: str, claims: Claims) -> bool:
         samples = claims.samples_of(request_id)

@@ -5,6 +5,7 @@ known but not served are in `fields`. Knows nothing about HTTP or the engine.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
@@ -160,8 +161,8 @@ class EngineRequest(ModelRequest, kw_only=True, omit_defaults=True):
 
     def request_fields(self) -> dict[str, Any]:
         """Keyword arguments of `AsyncEngine.add_request`, but for the id; no null among them."""
-        given = {name: getattr(self, name) for name in _ENGINE_FIELDS}
-        return {k: v for k, v in given.items() if v is not None}
+        given = zip(_ENGINE_FIELDS, _engine_values(self), strict=True)
+        return {name: value for name, value in given if value is not None}
 
 
 _ENGINE_FIELDS = tuple(
@@ -169,6 +170,9 @@ _ENGINE_FIELDS = tuple(
     for name in ("timeout", *RequestSpec.__struct_fields__)  # which becomes a deadline
     if name in EngineRequest.__struct_fields__ and name != "request_id"
 )
+
+
+_engine_values: Callable[[EngineRequest], tuple[Any, ...]] = attrgetter(*_ENGINE_FIELDS)
 
 
 class StreamOptions(RequestPart, kw_only=True, omit_defaults=True):
@@ -226,9 +230,12 @@ class SamplingRequest(EngineRequest, kw_only=True, omit_defaults=True):
         """
         if wanted is not None and self.structured_outputs is not None:
             raise RequestError(f"give {wanted_by} or structured_outputs, not both", param=wanted_by)
-        given = dict(zip(_SAMPLING_FIELDS, _sampling_values(self), strict=True)) | others
-        given |= {"max_tokens": max_tokens, "structured_outputs": wanted or self.structured_outputs}
+        given = dict(zip(_SAMPLING_FIELDS, _sampling_values(self), strict=True))
+        given |= {**others, "max_tokens": max_tokens}
+        given["structured_outputs"] = wanted or self.structured_outputs
         given = {name: value for name, value in given.items() if value is not None}
+        if _KEPT_FIELDS.issuperset(given):
+            return _kept_params(defaults, default_max_tokens, **given)
         return defaults.fill(given, max_tokens=default_max_tokens)
 
 
@@ -236,6 +243,23 @@ _SAMPLING_FIELDS = tuple(
     name for name in SamplingParams.__struct_fields__ if name in SamplingRequest.__struct_fields__
 )
 _sampling_values: Callable[[SamplingRequest], tuple[Any, ...]] = attrgetter(*_SAMPLING_FIELDS)
+
+# Fields of one number or flag each, but for the seed, which is another one in every request.
+_KEPT_FIELDS = frozenset(
+    name
+    for name, kind in SamplingParams.__annotations__.items()
+    if name != "seed" and kind in (int, float, bool, int | None)
+)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _kept_params(
+    defaults: SamplingDefaults, default_max_tokens: int | None, **given: Any
+) -> SamplingParams:
+    """Return `SamplingDefaults.fill`: most requests ask for what another one has asked for, and
+    parameters cannot change.
+    """
+    return defaults.fill(given, max_tokens=default_max_tokens)
 
 
 class GenerationRequest(SamplingRequest, kw_only=True, omit_defaults=True):

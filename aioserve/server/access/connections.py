@@ -439,6 +439,11 @@ class Connection(web.RequestHandler):
 
     def _take_head(self, data: bytes) -> bool:
         """Count the bytes of a head. False if it is too large: then it was refused."""
+        if self._head_since is None and not data.startswith((b"\r", b"\n")):
+            size = data.find(HEAD_END) + len(HEAD_END)
+            if len(HEAD_END) <= size <= self._connections.settings.max_header_bytes:
+                self._is_asked, self._behind_head = True, len(data) - size  # most: it came at once
+                return True
         if self._head_since is None:
             data = data.lstrip(b"\r\n")
             if not data:
