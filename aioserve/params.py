@@ -302,8 +302,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Return a copy with other values, which the caller knows to be right: nothing is checked
         again.
         """
-        if all(getattr(self, name) == value for name, value in values.items()):
-            return self
         changed = copy(self)
         for name, value in values.items():
             force_setattr(changed, name, value)

@@ -169,16 +169,6 @@ class Admission:
         """Let a refusal say when to come again."""
         error.retry_after = self._estimate_wait()
 
-    @staticmethod
-    def has_to_prepare(spec: RequestSpec) -> bool:
-        """Return whether `prepare` has something to do besides an adapter."""
-        params = spec.sampling_params
-        return (
-            bool(spec.encoder_inputs)
-            or params.structured_outputs is not None
-            or params.thinking_budget is not None
-        )
-
     async def prepare(
         self, spec: RequestSpec, samples: Samples, adapter: str, seconds: float | None
     ) -> RequestSpec:

@@ -400,6 +400,8 @@ class AsyncEngine(EngineClient):
             here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
             here = None
+        if here is loop:  # which runs in its thread alone
+            return
         if threading.get_ident() != thread or here not in (None, loop):
             raise ForeignLoopError(
                 "the engine was called from another "
@@ -437,9 +439,8 @@ class AsyncEngine(EngineClient):
         register: Callable[[Request, int], None],
     ) -> None:
         parts = self._alive()
-        if adapter or parts.arrivals.has_to_prepare(spec):
-            spec = await parts.arrivals.prepare(spec, samples, adapter, seconds)
-            self._alive()
+        spec = await parts.arrivals.prepare(spec, samples, adapter, seconds)
+        self._alive()
         if self._control is not None:
             self._control.check_arrival()  # a pause may have begun meanwhile
         parts.arrivals.enter(spec, samples, register)

@@ -157,8 +157,7 @@ class EngineClient(ABC):
         `EngineOverloadedError` or `EngineDeadError`; for its adapter `RequestTimeoutError` or
         `RequestFailedError`.
         """
-        is_number = isinstance(timeout, int | float)
-        if timeout is not None and not (is_number and timeout > 0):
+        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
             raise RequestError(f"timeout must be above 0 seconds, got {timeout!r}", "timeout")
         parts = self._alive()
         arrival_time = parts.clock()  # before tokenizing: waiting for that is waiting, too
@@ -166,7 +165,7 @@ class EngineClient(ABC):
         if isinstance(params, PoolingParams):
             pooling = parts.pooling.complete(params)
         else:
-            if not isinstance(params, SamplingParams | None):
+            if not (params is None or isinstance(params, SamplingParams)):
                 raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
             params = params or self.model_info.sampling_defaults.fill({})
             sampling = parts.input_processor.sampling.complete(params)

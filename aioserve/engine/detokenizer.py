@@ -134,9 +134,11 @@ class ByteLevelDetokenizer:
         self._decoder = _Utf8("replace")
         self._is_split = False  # the decoder holds the beginning of a character
         self._num_shown = 0
-        last = pieces[prompt_token_ids[-1]] if len(prompt_token_ids) else ""
-        if isinstance(last, str) and last:
-            return  # no character is broken behind whole ones
+        for token_id in reversed(prompt_token_ids[-PROMPT_TOKENS:]):
+            if last := pieces[token_id]:  # else a special token, as templates end with
+                if isinstance(last, str):
+                    return  # no character is broken behind whole ones
+                break
         self._decode(pieces.join(prompt_token_ids[-PROMPT_TOKENS:]))
         # Where the prompt ends in a broken character, its own text ends in this many U+FFFD.
         self._num_shown = self._decoder.getstate()[0].decode(errors="replace").count(REPLACEMENT)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from aioserve.engine.chat_template import ChatTemplate
     from aioserve.engine.content_text import ContentText
     from aioserve.model_source.vision_families import Family
+    from aioserve.runner.cpu.runner import OneThread
 
 
 R = TypeVar("R")
@@ -56,7 +57,7 @@ Prompt = str | Sequence[int] | Messages | Conversation | MultimodalPrompt | Enco
 INLINE_CHARACTERS = 2_000
 # Shorter ones are tokenized with the GIL: to release it, and get it back from threads that compute,
 # takes longer (measured: 35 microseconds in place of 3 for a word).
-SHORT_CHARACTERS = 128
+SHORT_CHARACTERS = 256
 # Conversations of more messages wait there for their template, too: some 50 microseconds a message.
 SHORT_MESSAGES = 20
 # And those with more tools: their schemas are of any size.
@@ -167,7 +168,6 @@ class InputProcessor:
         # One thread: tokenizing beside the model's threads gains nothing from more. Images have
         # one of their own, so that no text waits for them, and so do templates of what is short.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-tokenizer")
-        self._template_executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-template")
         self._image_executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-image")
 
     @cached_property
@@ -213,6 +213,13 @@ class InputProcessor:
         placeholders = {} if self._family is None else self._illustrations.placeholders
         return ChatTemplate(self._tokenizer, placeholders, content=self._content)
 
+    @cached_property
+    def _template_thread(self) -> "OneThread":
+        """The thread for templates of what is short, which nearly all conversations are."""
+        from aioserve.runner.cpu.runner import OneThread
+
+        return OneThread("aioserve-template")
+
     def room(self, params: SamplingParams | PoolingParams) -> PromptLimit:
         """Return how many tokens `params` leave to a prompt."""
         return PromptLimit.of(params, self._max_model_len)
@@ -243,7 +250,7 @@ class InputProcessor:
             prompt = prompt.messages
         if isinstance(prompt, str):
             num_tokens = self._least_tokens_of(prompt)
-        elif not hasattr(prompt, "__getitem__") or isinstance(prompt, Mapping | bytes):
+        elif not hasattr(prompt, "__getitem__") or isinstance(prompt, (Mapping, bytes)):
             raise RequestError(
                 "the prompt must be a text, token ids or chat messages, got "
                 f"{type(prompt).__name__}",
@@ -327,10 +334,11 @@ class InputProcessor:
         )
         if is_long:
             return await self._run(True, self._render_and_encode, conversation, room)
-        loop = asyncio.get_running_loop()
-        executor = self._template_executor
-        text = await loop.run_in_executor(executor, self._render, conversation, room)
-        return await self._run(len(text) > INLINE_CHARACTERS, self._encode, text, False)
+        work = partial(self._render_short, conversation, room)
+        rendered = await self._template_thread.call(asyncio.get_running_loop(), work)
+        if isinstance(rendered, str):  # what the template says by itself is long
+            return await self._run(True, self._encode, rendered, False)
+        return rendered
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of these tokens, with the special ones. Raises `RequestError`."""
@@ -357,8 +365,10 @@ class InputProcessor:
 
     def close(self) -> None:
         """Let the threads end; requests that still wait for them are refused afterwards."""
-        for executor in (self._executor, self._template_executor, self._image_executor):
+        for executor in (self._executor, self._image_executor):
             executor.shutdown(wait=False)
+        if "_template_thread" in self.__dict__:
+            self._template_thread.shutdown(wait=False)
         if "_template" in self.__dict__:
             self._template.close()
 
@@ -369,12 +379,14 @@ class InputProcessor:
     def _least_tokens_of_messages(self, messages: Sequence[Any]) -> int:
         num_tokens = 0
         for i, message in enumerate(messages):
-            if not isinstance(message, Mapping):
+            if type(message) is not dict and not isinstance(message, Mapping):
                 raise RequestError(
                     f'messages[{i}] must have "role" and "content", got {message!r:.80}',
                     param="messages",
                 )
             for key in ("role", "content"):
+                if type(message.get(key)) is str:
+                    continue
                 if message.get(key) is None and message.get("tool_calls") and key == "content":
                     continue  # calls are all that it says
                 if not isinstance(message.get(key), str):
@@ -396,6 +408,11 @@ class InputProcessor:
         text = self._template.render(conversation)
         room.check(room.kept(self._least_tokens_of(unmarked(text))), "at least ")
         return text
+
+    def _render_short(self, conversation: Conversation, room: PromptLimit) -> str | list[int]:
+        """Return token ids; the text itself if it is not for this thread, as it is long."""
+        text = self._render(conversation, room)
+        return text if len(text) > INLINE_CHARACTERS else self._encode(text, False)
 
     def _render_and_encode(self, conversation: Conversation, room: PromptLimit) -> list[int]:
         return self._encode(self._render(conversation, room), add_special_tokens=False)

@@ -68,7 +68,7 @@ class TemplateRenderer:
 
     def _ask(self, kind: bytes, source: str, names: Mapping[str, Any]) -> str:
         try:
-            data = json.dumps([source, names], default=_plain).encode()
+            data = _encode([source, names]).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"a template can be given JSON only: {error}", "messages") from error
         with self._room:
@@ -190,3 +190,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{value!r} has no form in JSON")
+
+
+_encode = json.JSONEncoder(default=_plain).encode

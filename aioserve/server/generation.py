@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-from aiohttp import HttpVersion11, hdrs, web
+from aiohttp import HttpVersion11, web
 
 from aioserve.engine import Prompt, RequestStream
 from aioserve.errors import AioserveError, RequestError
@@ -126,7 +126,7 @@ class EventStream:
         """Write whole events; waits while the client's socket is full."""
         response = await self._begun()
         await response.write(events)
-        self._is_chunked = response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+        self._is_chunked = isinstance(response, _Chunked)
 
     def write(self, events: bytes) -> None:
         """Write whole events, perhaps none, while it `has_room`.

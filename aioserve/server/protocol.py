@@ -244,12 +244,13 @@ _SAMPLING_FIELDS = tuple(
 )
 _sampling_values: Callable[[SamplingRequest], tuple[Any, ...]] = attrgetter(*_SAMPLING_FIELDS)
 
-# Fields of one number or flag each, but for the seed, which is another one in every request.
+# Fields of one number or flag each, but for the seed, which is another one in every request; and
+# what is the server's own.
 _KEPT_FIELDS = frozenset(
     name
     for name, kind in SamplingParams.__annotations__.items()
     if name != "seed" and kind in (int, float, bool, int | None)
-)
+) | {"kept_special_tokens"}
 
 
 @lru_cache(maxsize=256, typed=True)

@@ -96,7 +96,7 @@ class ProcessWatch:
         """Watch a process that is waited for `seconds` at most. After `max_looks_idle` looks in a
         row that find it waiting it stands still; None: it may wait for others.
         """
-        self._stat = Path(f"/proc/{pid}/stat")  # of Linux; elsewhere there is patience alone
+        self._stat = f"/proc/{pid}/stat"  # of Linux; elsewhere there is patience alone
         self._give_up = time.monotonic() + seconds
         self._max_looks_idle = max_looks_idle
         self._num_stopped = self._num_idle = 0
@@ -120,7 +120,8 @@ class ProcessWatch:
 
     def _look(self) -> None:
         try:
-            state, *rest = self._stat.read_text(encoding="utf-8").rpartition(")")[2].split()
+            text = Path(self._stat).read_text(encoding="utf-8")
+            state, *rest = text.rpartition(")")[2].split()
         except OSError:
             return
         cpu_time = rest[10:12]  # of its own, in user and system mode

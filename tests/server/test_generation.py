@@ -173,8 +173,8 @@ class Connection(BaseProtocol):
     peername = sockname = ssl_context = None
 
 
-async def begun(*, is_shared: bool = False, version: int = 1) -> tuple[EventStream, Pipe]:
-    """Return a stream whose first event was sent, and the pipe, which is empty."""
+def make_stream(*, is_shared: bool = False, version: int = 1) -> tuple[EventStream, Pipe]:
+    """Return a stream of which nothing was sent yet, and the pipe."""
     pipe = Pipe()
     pipe.protocol = protocol = Connection(asyncio.get_running_loop())
     protocol.transport = pipe
@@ -186,7 +186,12 @@ async def begun(*, is_shared: bool = False, version: int = 1) -> tuple[EventStre
         protocol=protocol,
         writer=writer,
     )
-    stream = EventStream(request, is_shared=is_shared)
+    return EventStream(request, is_shared=is_shared), pipe
+
+
+async def begun(*, is_shared: bool = False, version: int = 1) -> tuple[EventStream, Pipe]:
+    """Return a stream whose first event was sent, and the pipe, which is empty."""
+    stream, pipe = make_stream(is_shared=is_shared, version=version)
     assert stream.text_writer(b"", b"") is None  # no client knows yet how it is framed
     await stream.send(b"data: 1\n\n")
     pipe.writes.clear()
@@ -269,6 +274,18 @@ async def test_a_shared_stream_that_cannot_be_written_ends_with_no_hole(caplog):
     assert not take("b")
     assert pipe.writes == []
     assert "a stream ends, as it cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize("is_all", [False, True])
+async def test_the_head_leaves_with_the_first_events_in_one_write(is_all):
+    stream, pipe = make_stream()
+    await (stream.end if is_all else stream.send)(b"data: 1\n\n")
+    [told] = pipe.writes
+    head, _, body = told.partition(b"\r\n\r\n")
+    names = [line.partition(b":")[0].lower() for line in head.split(b"\r\n")[1:]]
+    known = b"content-type cache-control x-accel-buffering transfer-encoding date server"
+    assert names == known.split()
+    assert body == b"9\r\ndata: 1\n\n\r\n" + b"0\r\n\r\n" * is_all
 
 
 async def test_the_last_events_and_the_end_leave_in_one_write():

@@ -8,7 +8,7 @@ import pytest
 from aioserve.apis import anthropic, responses
 from aioserve.config import ImageConfig
 from aioserve.errors import RequestError
-from aioserve.params import SamplingParams
+from aioserve.params import SamplingDefaults, SamplingParams
 from aioserve.server.body import BodyDecoder
 from aioserve.server.chat.protocol import ChatCompletionRequest, ChatMessage, template_messages
 from aioserve.server.chat.routes import sampling_params
@@ -89,6 +89,25 @@ def test_every_shared_field_reaches_the_sampling_params():
     expected |= {"allowed_token_ids": (5, 6), "bad_words": ("fie",)}
     params = completion(**fields).sampling_params(max_tokens=9, logprobs=4)
     assert params == SamplingParams(**expected, max_tokens=9, logprobs=4)
+
+
+def test_what_bodies_ask_for_alike_is_checked_once_and_nothing_else_is_shared():
+    fields = {"max_tokens": 7, "temperature": 0.5, "ignore_eos": True}
+    first = sampling_params(chat(**fields))
+    assert sampling_params(chat(**fields)) is first
+    assert sampling_params(chat(**fields), kept_special_tokens=(3,)).kept_special_tokens == (3,)
+    assert sampling_params(chat(**fields | {"max_tokens": 8})).max_tokens == 8
+    recommended = SamplingDefaults(top_k=5)
+    assert sampling_params(chat(**fields), recommended).top_k == 5
+    assert sampling_params(chat(temperature=0.5), default_max_tokens=9).max_tokens == 9
+    assert sampling_params(chat(temperature=0.5), default_max_tokens=6).max_tokens == 6
+    for other in ({"seed": 1}, {"stop": "x"}, {"logit_bias": {"3": 1.0}}, {"stop_token_ids": [3]}):
+        told = [sampling_params(chat(**fields, **other)) for _ in range(2)]
+        assert told[0] == told[1]
+        assert told[0] is not told[1], other  # a cache of what clients send has no bounds
+    for _ in range(2):
+        with pytest.raises(RequestError, match="temperature must be"):
+            sampling_params(chat(temperature=3.0))
 
 
 def test_null_is_the_default_of_every_field():

@@ -89,14 +89,18 @@ async def answer_chat(
     is sent.
     """
     engine, chat_format = request.app[ENGINE], request.app[CHAT_FORMAT]
-    pass_over_tools(request, body.tools)
-    await before_tools(body.tools)
+    if body.tools:
+        pass_over_tools(request, body.tools)
+        await before_tools(body.tools)
     use = chat_tool_use(body, ignore_unknown=engine.config.server.ignore_unknown_fields)
     if use is not None:
         chat_format.call_parser  # noqa: B018 - refuses tools that no reply could call
     params = sampling_params(
-        body, engine.model_info.sampling_defaults, engine.config.server.default_chat_tokens
-    ).with_checked(kept_special_tokens=chat_format.kept_special_tokens)
+        body,
+        engine.model_info.sampling_defaults,
+        engine.config.server.default_chat_tokens,
+        chat_format.kept_special_tokens,
+    )
     images = ImageParts.of(engine)
     conversation = Conversation(
         template_messages(body.messages, images),
@@ -126,6 +130,8 @@ async def answer_chat(
 
 def chat_tool_use(body: ChatCompletionRequest, *, ignore_unknown: bool = False) -> ToolUse | None:
     """Return what a chat request asks for, without the tools of vendors."""
+    if not body.tools and body.tool_choice in (None, "auto", "none"):
+        return None
     tools = {
         i: convert_part(entry, Tool, f"tools[{i}]", ignore_unknown=ignore_unknown)
         for i, entry in enumerate(body.tools or ())
@@ -143,6 +149,7 @@ def sampling_params(
     body: ChatCompletionRequest,
     defaults: SamplingDefaults = NO_DEFAULTS,
     default_max_tokens: int | None = None,
+    kept_special_tokens: tuple[int, ...] = (),
 ) -> SamplingParams:
     """Return `GenerationRequest.sampling_params`, from the names that chat uses."""
     make = partial(
@@ -150,6 +157,7 @@ def sampling_params(
         logprobs=_logprobs(body),
         defaults=defaults,
         default_max_tokens=default_max_tokens,
+        kept_special_tokens=kept_special_tokens,
     )
     limit = body.max_completion_tokens
     if limit is None:
