@@ -413,8 +413,8 @@ class StepClock:
         self.steps: list[dict[str, float]] = []
         self._streams, self._ended = streams, 0.0
         self._spent: dict[str, float] = defaultdict(float)
-        self._execute = executor.execute_model
-        vars(executor)["execute_model"] = self._step
+        self._execute = executor.execute_in_mode
+        vars(executor)["execute_in_mode"] = self._step
         vars(executor)["choose"] = self._timed(SAMPLING, executor.choose)
         for part, owner, name in (
             (MODEL, executor._model, "forward"),

@@ -92,6 +92,8 @@ class StepExecutor:
     """Owns weights, KV cache and batch; computes steps in the order of the calls."""
 
     choose: Callable[..., SampledTokens] = staticmethod(sample_each)  # unless another rank does
+    #: Called when the arrays of a step are made: what follows leaves Python's lock to others.
+    lets_go: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self, plan: LoadPlan, backend: AttentionBackend, threads: ComputeThreads, parts: BatchParts
@@ -102,7 +104,6 @@ class StepExecutor:
         self.memory = StepMemory(backend, parts.sizes[-1])
         self.parts, self._batch = parts, InputBatch(*parts.sizes, parts.all, overwrites=True)
         self._last: tuple[StepInputs, ModelInputs] | None = None  # without adapters
-        self._inference_mode = torch.inference_mode()  # made once; within itself it would not end
         # States cannot be taken back; ranks would have to run a step again together.
         self._batch.may_lose = plan.ranks is None and model.states is None
         # A token that is computed again reads what a window may have let go.
@@ -157,10 +158,11 @@ class StepExecutor:
         A request that makes it raise fails alone, if steps can be repeated. If this raises even so,
         its requests are in an unknown state and must be dropped; all others can go on.
         """
-        with self._inference_mode:
-            return self._execute(scheduler_output)
+        with torch.inference_mode():
+            return self.execute_in_mode(scheduler_output)
 
-    def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_in_mode(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Do as `execute_model`, on a thread that is in torch's inference mode."""
         try:
             parts = scheduler_output.parts
             if parts and (transfers := scheduler_output.kv_connector_metadata) is not None:
@@ -213,6 +215,7 @@ class StepExecutor:
             attention.prepare(inputs)
             owners = inputs.parts.get(ADAPTERS)
             looked: Looked | None = None
+            self.lets_go()
             if wanted is None and pooled is None:
                 logits = self._model.forward(self._tensors(inputs, owners), attention)
             else:

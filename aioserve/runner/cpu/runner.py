@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = ParamSpec("P")
 
+#: Seconds for which the event loop leaves Python's lock to a step that begins, at most: several
+#: times as long as it takes to make the arrays of a step.
+GO_FIRST_SECONDS = 5e-4
+
 
 class ThreadedRunner(RunnerInterface):
     """A runner with a `StepExecutor` on one thread; steps queue up in the order of the calls."""
@@ -50,6 +54,10 @@ class ThreadedRunner(RunnerInterface):
         # inference mode and the number of compute threads are properties of a thread in torch
         self._thread: OneThread | None = OneThread("aioserve-runner")
         self._executor: StepExecutor | None = None
+        self._step: asyncio.Future[ModelRunnerOutput] | None = None  # the last one
+        self._gate = threading.Lock()  # opened by a step that needs Python's lock no more
+        self._open_gate = partial(_open, self._gate)
+        self._inference_mode: AbstractContextManager[None] | None = None
         self._is_unwanted = threading.Event()  # what is being loaded
         if not model_info.config.skip_tokenizer_init:
             self.grammars = OUTPUT_COMPILERS["llguidance"](model_info, config.structured_outputs)
@@ -85,7 +93,14 @@ class ThreadedRunner(RunnerInterface):
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> "asyncio.Future[ModelRunnerOutput]":
-        return self._submit(lambda: self._execute(scheduler_output))
+        is_idle = self._step is None or self._step.done()
+        self._gate.acquire(blocking=False)
+        self._step = step = self._submit(lambda: self._execute(scheduler_output))
+        if is_idle and scheduler_output.total_num_scheduled_tokens and not step.done():
+            # What the loop does next would hold the lock until it waits, or for Python's switch
+            # interval, and keep the step from its beginning.
+            self._gate.acquire(timeout=GO_FIRST_SECONDS)
+        return step
 
     async def close(self) -> None:
         if self._thread is None:
@@ -112,6 +127,10 @@ class ThreadedRunner(RunnerInterface):
     def _load_unless_unwanted(self) -> RunnerInfo:
         with interruptible(self._is_unwanted):
             self._executor = self._load()
+        import torch  # it is loaded by now
+
+        self._inference_mode = torch.inference_mode()  # for the life of the thread
+        self._inference_mode.__enter__()
         return self._executor.info
 
     def _load(self) -> "StepExecutor":
@@ -122,12 +141,20 @@ class ThreadedRunner(RunnerInterface):
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         if self._executor is None:
             raise RunnerDeadError("the model runner was not loaded")
-        return self._executor.execute_model(scheduler_output)
+        self._executor.lets_go = self._open_gate
+        return self._executor.execute_in_mode(scheduler_output)
 
     def _close(self) -> None:
+        if self._inference_mode is not None:
+            self._inference_mode.__exit__(None, None, None)
         if self._executor is not None:
             self._executor.close()
             self._executor = None
+
+
+def _open(gate: threading.Lock) -> None:
+    if gate.locked():
+        gate.release()
 
 
 # The model on its thread, which can give back its memory for a while, and change its weights. What

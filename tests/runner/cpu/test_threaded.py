@@ -7,12 +7,16 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from aioserve.errors import ConfigError, RunnerDeadError
 from aioserve.model_source.info import ModelInfo
+from aioserve.outputs import EMPTY_RUNNER_OUTPUT
 from aioserve.params import SamplingParams
+from aioserve.runner.cpu import runner as cpu_runner
 from aioserve.runner.cpu.runner import OneThread, ThreadedRunner
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.support import progress
@@ -20,7 +24,8 @@ from tests import processes
 from tests.models import make_model
 from tests.runner.driver import NUM_BLOCKS, make_config
 
-EMPTY_STEP = SchedulerOutput(0, [], CachedRequestData([], [], {}), {}, 0, [], [])
+NO_ROWS = CachedRequestData([], [], {})
+EMPTY_STEP = SchedulerOutput(0, [], NO_ROWS, {}, 0, [], [])
 
 
 def make_runner(path: Path) -> ThreadedRunner:
@@ -62,6 +67,66 @@ def test_load_passes_on_config_errors_and_close_still_works(tmp_path: Path) -> N
         await runner.close()
 
     asyncio.run(run())
+
+
+def step(step_id: int, num_tokens: int = 1) -> SchedulerOutput:
+    """The first tokens of a request, or its next one."""
+    params, cached = SamplingParams(temperature=0), CachedRequestData(["a"], [step_id + 1], {})
+    new: list[NewRequestData] = []
+    if num_tokens > 1:
+        new, cached = [NewRequestData("a", [1, 2, 3], 3, params, frozenset(), [5], 0)], NO_ROWS
+    return SchedulerOutput(step_id, new, cached, {"a": num_tokens}, num_tokens, [], [])
+
+
+async def test_a_step_on_an_idle_thread_begins_before_the_loop_goes_on(
+    model_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(model_path("llama"))
+    await runner.load()
+    may_go_on, seen = threading.Event(), list[bool]()
+    model: Any = runner._executor._model  # type: ignore[union-attr]
+    forward = model.forward
+
+    def held(*args: Any) -> Any:
+        seen.append(torch.is_inference_mode_enabled())
+        assert may_go_on.wait(processes.PATIENCE)
+        return forward(*args)
+
+    model.forward = held
+    monkeypatch.setattr(cpu_runner, "GO_FIRST_SECONDS", processes.PATIENCE)
+    let_go: list[int] = []
+    open_gate = runner._open_gate
+
+    def note() -> None:
+        let_go.append(len(let_go))
+        open_gate()
+
+    monkeypatch.setattr(runner, "_open_gate", note)
+    first = runner.execute_model(step(1, 3))
+    assert let_go == [0]
+    second = runner.execute_model(step(2))  # behind it: the loop waits for nothing
+    assert let_go == [0]
+    may_go_on.set()
+    await asyncio.gather(first, second)
+    third = runner.execute_model(step(3))
+    assert let_go == [0, 1, 2]
+    for result in (first, second, third):
+        assert len((await result).sampled_token_ids[0]) == 1
+    assert seen == [True] * 3
+    assert await runner.execute_model(EMPTY_STEP) == EMPTY_RUNNER_OUTPUT  # waits for nothing
+    await runner.close()
+
+
+async def test_a_step_that_fails_before_it_begins_holds_the_loop_for_a_moment(
+    model_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(model_path("llama"))
+    await runner.load()
+    with pytest.raises(KeyError):  # of a request that never came
+        await runner.execute_model(step(1))
+    monkeypatch.setattr(cpu_runner, "GO_FIRST_SECONDS", processes.PATIENCE)
+    assert (await runner.execute_model(step(2, 3))).req_ids == ["a"]
+    await runner.close()
 
 
 class Held(logging.Handler):
