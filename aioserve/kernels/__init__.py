@@ -83,6 +83,7 @@ class PackedWeight(ctypes.Structure):
         *(("weight", _P), ("bias", _P), ("inputs", _I), ("outputs", _I)),
         *(("parts", ctypes.POINTER(BlockPart)), ("num_parts", _I)),
         *(("is_wide", ctypes.c_int32), ("is_int8", ctypes.c_int32)),
+        ("maxima", _P),
     )
 
 
@@ -240,6 +241,8 @@ class Kernels:
         self._add_low_rank = that_allocates("add_low_rank", _P, _I, _I, _P, _P, _P, _I, _I)
         #: Numbers of a vector: how `add_low_rank` wants the first factors.
         self.lanes = _I.in_dll(library, "lanes").value
+        #: Outputs of which a product notes the largest, where a `PackedWeight` has `maxima`.
+        self.noted = 2 * self.lanes
         #: How `linear` and `decode` want weights; those in blocks are as many outputs wide.
         self.panel_shapes = {
             dtype: PanelShape(*(_I * 2).in_dll(library, f"panel_{suffix}"))

@@ -111,7 +111,10 @@ class ServedModel(ABC):
 
     @abstractmethod
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
-        """Logits [S, V] of the rows that sample. `attention` is that of the step of `inputs`."""
+        """Logits [S, V] of the rows that sample. `attention` is that of the step of `inputs`.
+
+        Nobody changes them in place: `kernels.tokens.LogitMaxima` may be attached to them.
+        """
 
     @property
     def halves(self) -> "Halves | None":

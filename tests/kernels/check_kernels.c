@@ -635,6 +635,7 @@ typedef struct {
     const block_part *parts;
     int64_t num_parts;
     int32_t is_wide, is_int8;
+    float *maxima;
 } linear;
 
 typedef int linear_function(const linear *, const void *, void *, int64_t);
@@ -653,13 +654,13 @@ static linear pack(const int64_t *panel, type t, const void *weight, const void 
                    (const char *)weight + (o * in + i) * SIZES[t], SIZES[t]);
         }
     if (bias) memcpy(padded_bias, bias, out * SIZES[t]);
-    return (linear){packed, bias ? padded_bias : 0, in, out, 0, 0, 0, 0};
+    return (linear){packed, bias ? padded_bias : 0, in, out, 0, 0, 0, 0, 0};
 }
 
 static void check_linear(type t) {
     linear_function *product = function("linear", t);
-    const int64_t *panel = function("panel", t);
-    if (!product || !panel) return;
+    const int64_t *panel = function("panel", t), *lanes = dlsym(library, "lanes");
+    if (!product || !panel || !lanes) return;
     const int64_t sizes[][3] = {{16, 1, 1},   {48, 70, 2},   {144, 129, 3}, {272, 65, 6},
                                 {16, 200, 7}, {272, 129, 4}, {528, 33, 24}, {272, 67, 25},
                                 {48, 70, 201}, {784, 70, 40}, {16400, 1, 33}, {1008, 630, 530}};
@@ -676,7 +677,19 @@ static void check_linear(type t) {
             char *y = allocate((rows * out + 64) * SIZES[to]), *row = allocate(out * SIZES[to]);
             linear layer = pack(panel, t, weight, bias, in, out);
             layer.is_wide = is_wide;
+            const int64_t noted = 2 * *lanes, units = (out + noted - 1) / noted;
+            float *maxima = allocate((units * rows + 64) * sizeof *maxima);
+            if (to == F32 && !has_bias) layer.maxima = maxima;
             CHECK_SHORTAGES(product, product(&layer, x, y, rows))
+            for (int64_t j = 0; layer.maxima && j < units * rows; j++) {
+                const float *own = (float *)y + j % rows * out + j / rows * noted;
+                float most = *own;
+                for (int64_t k = 1; k < noted && j / rows * noted + k < out; k++)
+                    most = fmaxf(most, own[k]);
+                if (maxima[j] != most) fail("maximum %d is %g, not %g", (int)j, maxima[j], most);
+            }
+            for (int64_t j = 0; j < 64 * 4; j++)
+                if (((char *)(maxima + units * rows))[j] != 0x5a) fail("maxima beyond their end");
             for (int64_t j = 0; j < rows * out; j++) {
                 double v = has_bias ? get(t, bias, j % out) : 0, scale = fabs(v);
                 for (int64_t k = 0; k < in; k++) {
@@ -887,7 +900,7 @@ static void check_blocks(type t, int is_int8) {
             const int is_wide = i % 2;
             const type to = is_wide ? F32 : t;
             char *y = allocate((rows[i] * out + 64) * SIZES[to]), *row = allocate(in * SIZES[t]);
-            linear layer = {0, bias, in, out, parts, 2, is_wide, is_int8};
+            linear layer = {0, bias, in, out, parts, 2, is_wide, is_int8, 0};
             CHECK_SHORTAGES(product, product(&layer, x, y, rows[i]))
             for (int64_t j = 0; j < rows[i] * out; j++) {
                 double v = get(t, bias, j % out), scale = fabs(v);

@@ -2,9 +2,9 @@
 // check_kernels.c, of which it uses the numbers and the judging.
 #pragma once
 
-typedef int choose_function(const float *, int64_t, int64_t, const float *, const int64_t *,
-                            const float *, const float *, const uint32_t *, const int64_t *,
-                            int64_t *, float *, uint8_t *);
+typedef int choose_function(const float *, int64_t, int64_t, const float *, int64_t, const float *,
+                            const int64_t *, const float *, const float *, const uint32_t *,
+                            const int64_t *, int64_t *, float *, uint8_t *);
 
 static uint32_t mixed(uint32_t x) {
     x = (x ^ x >> 16) * 0x7feb352d;
@@ -41,7 +41,7 @@ static void check_tokens(const char *path) {
     if (!(library = dlopen(path, RTLD_NOW))) fail("%s", dlerror()), num_failed++;
     choose_function *choose = library ? plain_function("choose_tokens") : 0;
     if (!choose) return;
-    enum { ROWS = 12 };
+    enum { ROWS = 20 };
     const int64_t sizes[] = {1, 40, 300, 517};
     const struct {
         float temperature, top_p, least;
@@ -65,8 +65,18 @@ static void check_tokens(const char *path) {
                 seeds[i][0] = below(1LL << 32), seeds[i][1] = below(1LL << 32);
             }
             if (size > 1) logits[ROWS * size - 2] = way % 3 ? NAN : INFINITY;
-            const int told = choose(logits, ROWS, size, temperature, top_ks, top_p, least, *seeds,
-                                    positions, tokens, best, is_open);
+            const int64_t width = 8 << way % 3;
+            float *maxima = allocate((size + width - 1) / width * ROWS * sizeof *maxima);
+            for (int64_t i = 0; i < (size + width - 1) / width * ROWS; i++) {
+                maxima[i] = -INFINITY;
+                for (int64_t k = i / ROWS * width; k < size && k < (i / ROWS + 1) * width; k++) {
+                    const float own = logits[i % ROWS * size + k];
+                    if (!(own <= maxima[i]) && !isnan(maxima[i])) maxima[i] = own;
+                }
+            }
+            const int told = choose(logits, ROWS, size, way % 4 < 2 ? maxima : 0, width, temperature,
+                                    top_ks, top_p, least, way ? *seeds : 0, positions, tokens, best,
+                                    is_open);
             for (int64_t row = 0; row < ROWS; row++) {
                 const float *own = logits + row * size;
                 const double t = temperature[row];

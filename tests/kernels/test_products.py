@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from aioserve.kernels import Kernels, usable_variants
-from aioserve.runner.cpu.products import PanelLinear
+from aioserve.runner.cpu.products import BlockLinear, PanelLinear
+from tests.blocks import random_weight
 
 if not usable_variants():
     pytest.skip("the kernels were not built", allow_module_level=True)
@@ -85,3 +87,43 @@ def test_what_is_not_a_number_stays_in_its_row_and_output(kernels: Kernels, draw
     rest = torch.ones(40, 40, dtype=torch.bool)
     rest[1], rest[:, 2] = False, False
     assert bool(found[rest].isfinite().all())
+
+
+def noted_maxima(kernels: Kernels, linear: PanelLinear | BlockLinear, x: Tensor) -> Tensor:
+    """Multiply, and check what is noted of the outputs, which are returned."""
+    outputs, noted, rows = linear.packed.outputs, kernels.noted, len(x)
+    maxima = torch.full((-(-outputs // noted) + 1, rows), 7.0)
+    linear.packed.maxima = maxima.data_ptr()
+    found = linear(x)
+    whole = F.pad(found, (0, -outputs % noted), value=-torch.inf)
+    expected = whole.view(rows, -1, noted).amax(-1).T  # NaN where there is any
+    torch.testing.assert_close(maxima[:-1], expected, rtol=0, atol=0, equal_nan=True)
+    assert bool((maxima[-1] == 7).all())
+    linear.packed.maxima = None
+    torch.testing.assert_close(linear(x), found, rtol=0, atol=0, equal_nan=True)
+    return found
+
+
+def test_the_largest_outputs_are_noted(kernels: Kernels, dtype: torch.dtype, draw: Draw) -> None:
+    for outputs, inputs in [(1, 16), (33, 48), (450, 592), (70, 1040), (961, 32)]:
+        weight, x = draw(outputs, inputs), draw(530, inputs)
+        weight[outputs // 2, 0] = -torch.inf  # with both signs below
+        weight[outputs // 3, 1] = torch.nan if inputs == 32 else 3
+        x[::3, 0], x[5] = 0, torch.inf
+        x[17, 3] = torch.nan
+        linear = PanelLinear.of(kernels, weight, None, torch.float32)
+        for rows in (*ROWS[1:], 530):
+            noted_maxima(kernels, linear, x[530 - rows :])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_the_largest_outputs_of_quantized_weights_are_noted(
+    kernels: Kernels, dtype: torch.dtype, draw: Draw, kind: str, is_int8: bool
+) -> None:
+    weight, x = random_weight(kind, 450, 512), draw(200, 512)
+    linear = BlockLinear.of(kernels, [weight], None, dtype, torch.float32)
+    if is_int8:
+        linear.quantize_rows()
+    for rows in (1, 2, 13, 17, 36, 200):
+        assert bool(noted_maxima(kernels, linear, x[:rows]).isfinite().all())

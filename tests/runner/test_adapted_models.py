@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from aioserve.errors import ConfigError
 from aioserve.features.lora.peft_directory import read_adapter
 from aioserve.features.lora.products import LowRankTokens
+from aioserve.kernels.tokens import LogitMaxima
 from aioserve.params import PoolingParams, SamplingParams
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cpu.fused import WholeDecoder
@@ -194,6 +195,7 @@ def test_one_compiled_call_gives_what_the_loop_gives_to_the_bit(
             without.delattr(FusedDecoder, "forward")  # nor is it asked to help
             found = compiled(self, inputs, attention)
         assert torch.equal(found, loop)
+        assert (LogitMaxima.of(found) is None) == (inputs.adapters is not None)  # they add to it
         num_compared += inputs.adapters is not None
         return found
 

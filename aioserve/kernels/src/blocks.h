@@ -42,6 +42,41 @@ static place find_panel(const linear *layer, int64_t panel) {
     return found;
 }
 
+// The largest of every NOTED outputs of a product, NaN where there is one: what chooses among the outputs
+// reads few of them then. By rows, which one thread writes: two that wrote to the same lines in turns
+// would wait for them.
+#define NOTED (2 * W)
+typedef struct {
+    float *to;     // [out / NOTED, rows], or null: nobody wants them
+    int64_t rows;  // of the product
+} maxima;
+
+// Of `rows` rows and the outputs [column, column + count), a multiple of NOTED but at the end, which lie
+// in a cache yet.
+static void note_maxima(maxima all, int64_t row, int64_t rows, int64_t column, int64_t count,
+                        const float *outputs, int64_t stride) {
+    for (; all.to && count > 0; column += NOTED, outputs += NOTED, count -= NOTED) {
+        float *const to = all.to + column / NOTED * all.rows + row;
+        for (int64_t r = 0; r < rows; r++) {
+            const float *own = outputs + r * stride;
+            if (count >= NOTED && r + W <= rows) {
+                vf each[W];
+#pragma GCC unroll 16
+                for (int i = 0; i < W; i++) each[i] = high_lanes(own + i * stride, NOTED);
+                const vf most = highest_of_each(each);
+                if (highest(most) < INFINITY) {
+                    store_f32(to + r, most);
+                    r += W - 1;
+                    continue;
+                }
+            }
+            float room[NOTED];
+            for (int i = 0; count < NOTED && i < NOTED; i++) room[i] = i < count ? own[i] : -INFINITY;
+            to[r] = largest(count < NOTED ? room : own, NOTED);
+        }
+    }
+}
+
 // Scales and offsets [PANEL] of a group; returns its codes. `zero` may be put into the offsets.
 INLINE const uint8_t *read_scales(const block_part *part, const uint8_t *panel, int64_t group,
                                   float zero, float *scales, float *offsets) {

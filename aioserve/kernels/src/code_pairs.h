@@ -181,6 +181,7 @@ static int linear_codes(const linear *layer, const bf16 *x, void *y, int64_t row
                            at.part->has_offset ? halves + row * in / 16 : 0, &at, &own, sums);
             for (int64_t r = 0; r < count; r++)
                 store_sums_bf16(layer, sums + r * PANEL, y, row + r, at.column, at.count);
+            note_maxima((maxima){layer->maxima, rows}, row, count, at.column, at.count, sums, PANEL);
         }
         free(sums);
     }

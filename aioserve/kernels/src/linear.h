@@ -122,11 +122,13 @@ static int NAME(linear_few)(const linear *layer, const T *x, void *y, int64_t ro
                                        start == 0, sums + first * PANEL);
                 }
             }
-            for (int64_t p = 0; p < count; p++)
+            for (int64_t p = 0; p < count; p++) {
+                const int64_t first = column + p * PANEL, exist = smaller(out - first, PANEL);
                 for (int64_t r = 0; r < rows; r++)
-                    NAME(store_sums)(layer, sums + (p * rows + r) * PANEL, y, r,
-                                     column + p * PANEL,
-                                     smaller(out - column - p * PANEL, PANEL));
+                    NAME(store_sums)(layer, sums + (p * rows + r) * PANEL, y, r, first, exist);
+                note_maxima((maxima){layer->maxima, rows}, 0, rows, first, exist,
+                            sums + p * rows * PANEL, PANEL);
+            }
         }
         free(wide);
     }
@@ -200,9 +202,10 @@ static int NAME(linear_many)(const linear *layer, const T *x, void *y, int64_t r
             }
             for (int64_t panel = first; panel < end; panel++) {
                 const place at = find_panel(layer, panel);
+                const float *own = sums + (panel - first) * at_once * PANEL;
                 for (int64_t r = 0; r < n; r++)
-                    NAME(store_sums)(layer, sums + ((panel - first) * at_once + r) * PANEL, y,
-                                     row + r, at.column, at.count);
+                    NAME(store_sums)(layer, own + r * PANEL, y, row + r, at.column, at.count);
+                note_maxima((maxima){layer->maxima, rows}, row, n, at.column, at.count, own, PANEL);
             }
         }
         free(wide);

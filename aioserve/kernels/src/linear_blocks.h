@@ -49,6 +49,8 @@ static int NAME(linear_blocks)(const linear *layer, const T *x, void *y, int64_t
                 multiply_whole(count, &all.x, first, &at, all.is_unpacked ? room : 0, sums);
                 for (int64_t r = 0; r < count; r++)
                     NAME(store_sums)(layer, sums + r * PANEL, y, first + r, at.column, at.count);
+                note_maxima((maxima){layer->maxima, rows}, first, count, at.column, at.count, sums,
+                            PANEL);
             }
         }
         free(sums);

@@ -48,6 +48,8 @@ static int NAME(linear_int8)(const linear *layer, const T *x, void *y, int64_t r
                 const int64_t count = smaller(at_once, rows - first);
                 multiply_int8_panel(count, &all, first, &panel, next, sums);
                 NAME(store_panel)(layer, &at, sums, y, first, count);
+                note_maxima((maxima){layer->maxima, rows}, first, count, at.column, at.count, sums,
+                            PANEL);
             }
         }
         free(sums);

@@ -75,6 +75,8 @@ int linear_bf16(const linear *layer, const bf16 *x, void *y, int64_t rows) {
             panel_product(end - row, x + row * in, panel, in, bias,
                           (char *)y + (row * out + at.column) * size, out * size, at.count,
                           (const char *)next, size);
+            note_maxima((maxima){layer->maxima, rows}, row, end - row, at.column, at.count,
+                        (const float *)y + row * out + at.column, out);
         }
         end_panels();
         free(room);

@@ -222,7 +222,8 @@ typedef struct {
 } panel_group;
 
 static void group_product(int64_t rows, const bf16 *x, const panel_group *group, int64_t in,
-                          const bf16 *bias, char *y, int64_t stride, fetching ahead, int64_t size) {
+                          const bf16 *bias, char *y, int64_t stride, fetching ahead, int64_t size,
+                          maxima most) {
     const int64_t pairs = (rows + TILE_ROWS - 17) / TILE_ROWS, final = rows - 16;
     const int64_t steps = ceil_div(in, TILE_IN);
     const int64_t blocks = in > WHOLE_INPUTS ? ceil_div(in, BLOCK_INPUTS) : 1;
@@ -242,9 +243,12 @@ static void group_product(int64_t rows, const bf16 *x, const panel_group *group,
                 if (ahead.next >= ahead.end) ahead.lines = 0;
                 two_by_half(apart, x + row * in, group->panels[half / 2] + 2 * skipped, in, start, end,
                             own, &ahead, &last);
-                if (end == in)
-                    write_half(own, apart, bias ? bias + column : 0, y + row * stride + column * size,
-                               stride, at->count - skipped, size, &last);
+                if (end < in) continue;
+                const int64_t count = smaller(at->count - skipped, HALF);
+                write_half(own, apart, bias ? bias + column : 0, y + row * stride + column * size,
+                           stride, count, size, &last);
+                note_maxima(most, row, 16, column, count, own, HALF);
+                note_maxima(most, row + apart, 16, column, count, own + 16 * HALF, HALF);
             }
         }
     }
@@ -253,6 +257,8 @@ static void group_product(int64_t rows, const bf16 *x, const panel_group *group,
         const place *at = group->places + i;
         tile_by_panel(16, x + final * in, group->panels[i], in, bias ? bias + at->column : 0,
                       y + final * stride + at->column * size, stride, at->count, 0, 0, size);
+        note_maxima(most, final, 16, at->column, at->count,
+                    (const float *)(y + final * stride) + at->column, stride / sizeof(float));
     }
 }
 
@@ -294,7 +300,7 @@ static int linear_more_rows(const linear *layer, const bf16 *x, char *y, int64_t
                 ahead.end = (const char *)(weight + (after + 1) * panels / groups * PANEL * in);
             }
             group_product(end - row, x + row * in, &group, in, layer->bias, y + row * stride, stride,
-                          ahead, size);
+                          ahead, size, (maxima){layer->maxima ? layer->maxima + row : 0, rows});
         }
         end_panels();
         free(room);

@@ -212,6 +212,33 @@ INLINE float highest(vf v) {
 #endif
 }
 
+// Of n numbers, a multiple of 2 * W, a vector with the largest; infinity where one is NaN, and where
+// infinities meet. Two turns beside each other: a maximum takes several cycles.
+INLINE vf high_lanes(const float *p, int64_t n) {
+    vf high[2], totals[2];
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) high[j] = totals[j] = load_f32(p + j * W);
+#pragma GCC unroll 4
+    for (int64_t i = 2 * W; i < n; i += 2 * W)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            high[j] = maximum(load_f32(p + i + j * W), high[j]);
+            totals[j] += load_f32(p + i + j * W);
+        }
+    const vf total = totals[0] + totals[1];
+    return pick(total == total, maximum(high[0], high[1]), splat(INFINITY));
+}
+
+// The largest of n numbers, a multiple of 2 * W; NaN if there is any.
+INLINE float largest(const float *p, int64_t n) {
+    float most = highest(high_lanes(p, n));
+    if (most < INFINITY) return most;
+    most = *p;
+    for (int64_t i = 1; i < n && most == most; i++)
+        if (!(p[i] <= most)) most = p[i];
+    return most;
+}
+
 #define LOG2E 1.44269504f
 #define ROUNDER 12582912.f  // 1.5 * 2^23: added and taken away, it rounds to an integer
 
@@ -295,6 +322,21 @@ INLINE void transpose(vf v[W]) {
             v[i + step] = __builtin_shuffle(a, b, high);
         }
     }
+}
+
+// The highest of each of W vectors, side by side: what `transpose` swaps, of which the higher goes on.
+INLINE vf highest_of_each(vf v[W]) {
+#pragma GCC unroll 4
+    for (int step = 1; step < W; step *= 2) {
+        vi is_high = (INDEXES & step) != 0;
+        vi low = (is_high & (INDEXES + (W - step))) | (~is_high & INDEXES);
+        vi high = (is_high & (INDEXES + W)) | (~is_high & (INDEXES + step));
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i += 2 * step)
+            v[i] = maximum(__builtin_shuffle(v[i], v[i + step], low),
+                           __builtin_shuffle(v[i], v[i + step], high));
+    }
+    return v[0];
 }
 
 // 2 * W floats in the order of `load_half_bf16` back to their own.

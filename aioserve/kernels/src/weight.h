@@ -29,6 +29,7 @@ typedef struct {
     int64_t num_parts;        // 0: none
     int32_t is_wide;          // outputs are float32, whatever the type of the inputs
     int32_t is_int8;          // rows are quantized to 8 bits: see int8_rows.h; there are parts
+    float *maxima;  // of outputs that are float32, without a bias, in one part; or null: see blocks.h
 } linear;
 
 #define PARALLEL_PRODUCTS_FROM (1 << 17)  // products; fewer are done before the others have started

@@ -25,6 +25,7 @@ from aioserve.kernels import (
     check_ids,
     load_kernels,
 )
+from aioserve.kernels.tokens import LogitMaxima
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cpu.attention import CompiledAttention, Tables
 from aioserve.runner.cpu.products import BlockEmbedding, BlockLinear, LogitsMemory, PanelLinear
@@ -138,10 +139,12 @@ class WholeDecoder(FusedDecoder):
             self._scratch = self._scratch.new_empty(size)
             if self._sums is not None:
                 self._sums.scratch = self._scratch
-        logits = self._logits_memory.take(num_sampling, self._struct.head.outputs)
-        adapters = _NO_ADAPTERS
-        if tokens is not None:
+        logits = self._logits_memory.take(num_sampling, self._head.outputs, self._num_maxima)
+        adapters, self._head.maxima = _NO_ADAPTERS, None
+        if tokens is not None:  # they may add to the logits
             adapters = self._adapters.structs(tokens, inputs.logits_adapters)
+        elif self._num_maxima:
+            self._head.maxima = LogitMaxima.attach(logits, self._kernels.noted).maxima
         taps = self.taps
         is_plain = tokens is None and rows is None and taps is None
         if is_plain and inputs is self._last[0] and attention.tables is self._last[1]:
@@ -210,6 +213,11 @@ class WholeDecoder(FusedDecoder):
             eps=self.norm.eps,
             add_up=AddUp() if self._sums is None else self._sums.add_up,
         )
+        self._head = self._struct.head  # of the same memory
+        #: Of a row of logits; 0 where the head notes none, or another rank has some of the logits.
+        self._num_maxima = -(-self._head.outputs // self._kernels.noted)
+        if self._head.bias or self._head.num_parts > 1 or isinstance(self.head, GatherToRank0):
+            self._num_maxima = 0
         self._numbers_per_token = 2 * (hidden + wide)
         self._attention = attention
 

@@ -38,18 +38,21 @@ class LogitsMemory:
         self._shown: ReferenceType[memoryview] | None = None
         self._num_small = 0  # takes in a row
 
-    def take(self, num_rows: int, num_columns: int) -> Tensor:
-        """Return a float32 tensor [num_rows, num_columns] of any numbers."""
-        size = num_rows * num_columns
-        if not size:
+    def take(self, num_rows: int, num_columns: int, num_behind: int = 0) -> Tensor:
+        """Return a float32 tensor [num_rows, num_columns] of any numbers. The memory that it shows
+        goes on for `num_behind` more numbers of each row.
+        """
+        if not num_rows * num_columns:
             return torch.empty(num_rows, num_columns)
+        size = num_rows * (num_columns + num_behind)
         self._num_small = self._num_small + 1 if size * 4 < self._memory.size else 0
         is_shown = self._shown is not None and self._shown() is not None
         if is_shown or size > self._memory.size or self._num_small > PATIENCE:
             self._memory = torch.empty(size).numpy()
         view = self._memory.data
         self._shown = ref(view)
-        return torch.frombuffer(view, dtype=torch.float32, count=size).view(num_rows, num_columns)
+        count = num_rows * num_columns
+        return torch.frombuffer(view, dtype=torch.float32, count=count).view(num_rows, num_columns)
 
 
 # Matrix products by our own kernel, on weights in its layout. Knows nothing about models.

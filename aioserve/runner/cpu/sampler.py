@@ -5,7 +5,6 @@ numbers; knows nothing about requests.
 """
 
 import logging
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -86,13 +85,13 @@ def _choose(logits: Tensor, inputs: SamplingInputs, masks: "Masks | None") -> Ch
     all are finite: a row whose best is not has no token that means anything. No row is left open.
     """
     if not inputs.edits and masks is None:
-        return _choose_from(logits.float(), inputs)
+        return _choose_from(logits, inputs)
     is_edited = np.zeros(len(logits), dtype=np.bool_)
     is_edited[list(inputs.edits)] = True
     if masks is not None:
         is_edited[masks.places] = True
     if not is_edited.any():
-        return _choose_from(logits.float(), inputs)
+        return _choose_from(logits, inputs)
     rows = np.flatnonzero(is_edited)
     edited = logits[torch.from_numpy(rows)].float()
     for place, row in enumerate(rows.tolist()):
@@ -104,7 +103,7 @@ def _choose(logits: Tensor, inputs: SamplingInputs, masks: "Masks | None") -> Ch
     if len(rows) == len(logits):
         return found
     plain = np.flatnonzero(~is_edited)
-    others = _choose_from(logits[torch.from_numpy(plain)].float(), inputs.take(plain))
+    others = _choose_from(logits[torch.from_numpy(plain)], inputs.take(plain))
     token_ids = np.empty(len(logits), dtype=np.int64)
     token_ids[rows], token_ids[plain] = found.token_ids, others.token_ids
     if found.best is None and others.best is None:
@@ -117,22 +116,20 @@ def _choose(logits: Tensor, inputs: SamplingInputs, masks: "Masks | None") -> Ch
 
 
 def _choose_from(logits: Tensor, inputs: SamplingInputs) -> ChosenTokens:
-    """Return a token for each row of `logits`, float32, by the compiled library where there is one.
-    What that leaves open is drawn here, by the same rules: the token is the same.
+    """Return a token for each row of `logits` by the compiled library where there is one. What that
+    leaves open is drawn here, by the same rules: the token is the same.
     """
-    if inputs.draws is None and logits.size(0) == 1:
-        return _best_of_one(logits)
     if (chooser := load_chooser()) is not None:
-        chosen = chooser.choose(logits.contiguous(), inputs.draws)
+        chosen = chooser.choose(logits, inputs.draws)
     else:
-        chosen = _best(logits)
+        chosen = _best(logits.float())
         is_random = inputs.temperature > 0
         is_sound = chosen.best is None or np.isfinite(chosen.best)
         chosen = chosen._replace(is_open=is_random & is_sound)
     if (is_open := chosen.is_open) is not None and is_open.any():
         from aioserve.runner.cpu.draws import draw
 
-        rows = logits[torch.from_numpy(is_open)]
+        rows = logits[torch.from_numpy(is_open)].float()
         chosen.token_ids[is_open] = draw(rows, inputs.take(is_open))
     return chosen
 
@@ -151,16 +148,6 @@ def _best(logits: Tensor) -> ChosenTokens:
     token_ids: IntArray = values.argmax(axis=-1)  # torch's took 6 times as long
     best = values[np.arange(len(token_ids)), token_ids]
     return ChosenTokens(token_ids, None if np.isfinite(best).all() else best, None)
-
-
-def _best_of_one(logits: Tensor) -> ChosenTokens:
-    """Return what `_best` does of one row. Here numpy is as quick as the compiled library, whose
-    call takes longer than half of the work.
-    """
-    values = logits.numpy()
-    token_ids: IntArray = values.argmax(axis=-1)
-    best = values[0, token_ids[0]]
-    return ChosenTokens(token_ids, None if math.isfinite(best) else best.reshape(1), None)
 
 
 # Sampling that goes on when something raises: row after row, and a row that raises fails alone.

@@ -28,6 +28,15 @@ def test_more_rows_and_none_get_tensors_of_their_shape() -> None:
         assert logits.data_ptr() % 64 == 0
 
 
+def test_numbers_behind_are_of_the_same_memory() -> None:
+    memory = LogitsMemory()
+    address = memory.take(4, 10, 3).data_ptr()
+    assert memory.take(4, 13).data_ptr() == address
+    shown = memory.take(2, 10, 3)
+    assert shown.shape == (2, 10)
+    assert memory.take(2, 10, 3).data_ptr() != shown.data_ptr()
+
+
 def test_memory_of_a_burst_is_given_back_after_many_small_steps() -> None:
     memory = LogitsMemory()
     address = memory.take(400, 10).data_ptr()

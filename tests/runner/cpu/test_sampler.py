@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aioserve.kernels import load_kernels, usable_variants
-from aioserve.kernels.tokens import load_chooser
+from aioserve.kernels.tokens import LogitMaxima, load_chooser
 from aioserve.outputs import TokenLogprobs
 from aioserve.params import SamplingParams
 from aioserve.runner.batch import sampling_columns
@@ -438,3 +438,79 @@ def test_a_greedy_row_alone_has_the_token_or_the_failure_that_it_has_among_other
         assert alone.failed.get(0) == together.failed.get(row)
         if row not in together.failed:
             assert alone.token_ids.tolist() == [together.token_ids[row]]
+
+
+def noted(logits: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the same logits with their maxima behind them, as a head writes both."""
+    rows, size = logits.shape
+    num = -(-size // width)
+    memory = torch.empty(rows * (size + num))
+    padded = torch.nn.functional.pad(logits, (0, -size % width), value=-torch.inf)
+    memory[rows * size :] = padded.view(rows, num, width).amax(-1).T.flatten()
+    found = memory[: rows * size].view(rows, size).copy_(logits)
+    LogitMaxima.attach(found, width)
+    return found
+
+
+def columns_of(params: list[SamplingParams], vocab_size: int) -> SamplingInputs:
+    columns = SamplingColumns(len(params), vocab_size)
+    for row, own in enumerate(params):
+        columns.set(row, NewRequestData(str(row), [0], 1, own, frozenset(), [], 0))
+    return columns.select(np.arange(len(params)), np.ones(len(params), dtype=np.int64))
+
+
+WAYS: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{"temperature": 0}],
+    "drawn": [
+        {"temperature": 0},
+        {},
+        {"top_k": 50},
+        {"top_p": 0.9},
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
+        {"temperature": 1.4, "top_k": 300, "top_p": 0.99},
+        {"min_p": 0.05, "temperature": 1.5},
+    ],
+    "edited": [{"temperature": 0}, {"temperature": 0, "logit_bias": {0: 100.0}}, {"top_p": 0.9}],
+}
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+@pytest.mark.parametrize("width", [8, 16, 32])
+@pytest.mark.parametrize("way", WAYS)
+def test_maxima_that_a_head_has_noted_change_no_token(
+    way: str, width: int, has_library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_library:
+        monkeypatch.setattr(sampler, "load_chooser", lambda: None)
+    for vocab_size, rows in ((1, 3), (width, 17), (300, 1), (300, 40), (20_011, 35)):
+        logits = make_logits(rows, vocab_size=vocab_size)
+        logits[::7] = logits[::7].round()  # with many equals
+        logits[3::9] = -torch.inf
+        logits[4::9, vocab_size // 2] = torch.nan
+        logits[5::9, vocab_size // 3 :: 3] = torch.inf
+        logits[6::9] /= -torch.inf  # zeros of both signs
+        logits[7::9, :-1] = -torch.inf
+        logits[7::9, vocab_size // 3] = torch.inf  # in the same stretch
+        params = [
+            SamplingParams(seed=row, **WAYS[way][row % len(WAYS[way])]) for row in range(rows)
+        ]
+        inputs = columns_of(params, vocab_size)
+        expected = sampler.sample_each(logits, inputs, None)
+        found = sampler.sample_each(noted(logits, width), inputs, None)
+        assert found.failed == expected.failed
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_where_maxima_are_noted_most_logits_are_not_read(rows: int) -> None:
+    """What is changed behind the back of the maxima is not seen; a copy has none, and sees it."""
+    for params in ({"temperature": 0}, {"temperature": 0.5, "top_k": 2}):
+        logits = make_logits(rows, vocab_size=20_011)
+        logits[:, 5000], logits[:, 5001] = 100.0, 99.0
+        own = noted(logits, 32)
+        own[:, 6000] = 200.0
+        inputs = columns_of([SamplingParams(seed=3, **params)] * rows, 20_011)
+        assert set(sampler.sample(own, inputs).token_ids.tolist()) <= {5000, 5001}
+        assert sampler.sample(own.clone(), inputs).token_ids.tolist() == [6000] * rows
+        assert sampler.sample(own[:1], inputs.take(np.arange(1))).token_ids.tolist() == [6000]

@@ -1,5 +1,6 @@
 """Who is fused, who is not and why, and that fused logits are those of the modules."""
 
+import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from aioserve import kernels
+from aioserve.kernels.tokens import LogitMaxima
 from aioserve.model_source.info import ModelInfo
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
 from aioserve.runner.cpu.attention import create_attention_backend
@@ -404,3 +406,24 @@ def test_tokens_equal_generate_without_kernels(
     driver.add("a", prompt)
     driver.step({"a": 20})
     assert driver.generate("a", 12) == generate_reference(kind, prompt, 12)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])  # qwen3: its head is tied to its embedding
+def test_one_call_notes_the_largest_of_its_logits(
+    kind: str, quantization: str | None, dtype: str, tmp_path: Path
+) -> None:
+    model = load(make_model(kind, tmp_path / "model"), dtype=dtype, quantization=quantization)
+    for num_rows in (1, 20, 3):
+        logits = compute(model, one_prompt(25, list(range(num_rows))))
+        known = LogitMaxima.of(logits)
+        assert known is not None
+        assert known[:3] == (logits.data_ptr(), *logits.shape)
+        num = -(-VOCAB_SIZE // known.width)
+        memory = (ctypes.c_float * (num * num_rows)).from_address(known.maxima)
+        whole = torch.nn.functional.pad(logits, (0, -VOCAB_SIZE % known.width), value=-torch.inf)
+        expected = whole.view(num_rows, num, known.width).amax(-1).T.flatten()
+        assert list(memory) == expected.tolist()
+    assert compute(model, one_prompt(25, [])).shape == (0, VOCAB_SIZE)

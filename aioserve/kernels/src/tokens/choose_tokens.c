@@ -21,7 +21,7 @@ const char sources_digest[] = SOURCES_DIGEST;  // see ../../tokens.py
 
 // A row that is drawn from. Scaled logits are (logit - top) / temperature: 0 and less.
 typedef struct {
-    const float *logits;
+    const float *logits, *tops;  // tops: of each stretch the largest
     int64_t size;
     float top, temperature;
     uint32_t keys[2];
@@ -82,50 +82,45 @@ INLINE const float *whole_part(const float *row, int64_t begin, int64_t size, fl
     return copy;
 }
 
-// In four turns beside each other: a maximum takes several cycles.
-INLINE vf highest_lanes(const float *part) {
-    vf high[4];
-    for (int64_t i = 0; i < 4; i++) high[i] = load_f32(part + i * W);
-    for (int64_t i = 4 * W; i < STRETCH; i += 4 * W)
-        for (int64_t j = 0; j < 4; j++) high[j] = maximum(load_f32(part + i + j * W), high[j]);
-    return maximum(maximum(high[0], high[1]), maximum(high[2], high[3]));
+// The largest of each stretch of a row, NaN where there is one; -inf behind the last.
+static void find_tops(const float *row, int64_t size, int64_t count, float *tops) {
+    float copy[STRETCH];
+    for (int64_t i = 0; i < count; i++)
+        tops[i] = i * STRETCH >= size
+                      ? -INFINITY
+                      : largest(whole_part(row, i * STRETCH, size, copy), STRETCH);
 }
 
-INLINE float highest_of(const float *part) { return highest(highest_lanes(part)); }
-
-// The first of the largest of a row; the first NaN, if there is one.
-static int64_t first_best(const float *row, int64_t size, float *best) {
-    float copy[STRETCH];
-    int64_t place = 0;
-    vi unordered = {0};
-    *best = -INFINITY;
-    for (int64_t begin = 0; begin < size; begin += STRETCH) {
-        const float *part = whole_part(row, begin, size, copy);
-        for (int64_t i = 0; i < STRETCH; i += W) unordered |= load_f32(part + i) != load_f32(part + i);
-        const float high = highest_of(part);
-        if (high > *best) {
-            *best = high;
-            place = begin;
+// The same of `lanes` rows beside each other, 1 or W, from `maxima`; NaN also where infinities meet.
+INLINE void find_tops_together(int lanes, const float *maxima, int64_t size, int64_t width,
+                               int64_t stride, int64_t count, float *tops) {
+    for (int64_t i = 0; i < count; i++) {
+        vf high = splat(-INFINITY), total = {0};
+        for (int64_t at = i * STRETCH; at < (i + 1) * STRETCH && at < size; at += width) {
+            vf own = {0};
+            memcpy(&own, maxima, lanes * sizeof(float));
+            high = maximum(own, high), total += own;
+            maxima += stride;
         }
+        high = pick(total == total, high, total);
+        for (int r = 0; r < lanes; r++) tops[r * count + i] = high[r];
     }
-    int is_any = 0;
-    for (int64_t i = 0; i < W; i++) is_any |= unordered[i];
-    if (is_any) {
-        for (place = 0; row[place] == row[place];) place++;
-        *best = row[place];
-        return place;
-    }
-    while (row[place] != *best) place++;
+}
+
+// Where `most` is, the largest of what lies there, or NaN: the first of it.
+INLINE int64_t first_of(const float *p, float most) {
+    int64_t place = 0;
+    while (p[place] != most && p[place] == p[place]) place++;
     return place;
 }
 
 // The k-th largest of a row of more numbers than k: at the root of a heap of the k largest.
-static float kth_largest(const float *row, int64_t size, int64_t k) {
+static float kth_largest(const drawn_row *row, int64_t k) {
     float heap[MOST_TOP_K], copy[STRETCH];
     for (int64_t i = 0; i < k; i++) heap[i] = -INFINITY;
-    for (int64_t begin = 0; begin < size; begin += STRETCH) {
-        const float *part = whole_part(row, begin, size, copy);
-        if (highest_of(part) <= heap[0]) continue;
+    for (int64_t begin = 0; begin < row->size; begin += STRETCH) {
+        if (row->tops[begin / STRETCH] <= heap[0]) continue;
+        const float *part = whole_part(row->logits, begin, row->size, copy);
         for (int64_t i = 0; i < STRETCH; i++) {
             if (part[i] <= heap[0]) continue;
             int64_t at = 0;
@@ -153,9 +148,9 @@ static drawn draw_above(const drawn_row *row, int64_t first, float lowest, float
     for (int64_t turn = -STRETCH; turn < row->size; turn += STRETCH) {
         const int64_t begin = turn < 0 ? first : turn;
         if (turn == first) continue;
-        const float *part = whole_part(row->logits, begin, row->size, copy);
-        const float most = scaled(row, highest_of(part));
+        const float most = scaled(row, row->tops[begin / STRETCH]);
         if (!(most > above) || most < lowest || most + MOST_NOISE < found.second) continue;
+        const float *part = whole_part(row->logits, begin, row->size, copy);
         vi most_bits = {0};
         for (int64_t i = 0; i < STRETCH / W; i++) {
             bits[i] = noise_bits(row->keys, begin + i * W);
@@ -194,9 +189,9 @@ static mass mass_of(const drawn_row *row, float lowest, float above) {
     float copy[STRETCH];
     mass total = {0, 0, 0};
     for (int64_t begin = 0; begin < row->size; begin += STRETCH) {
-        const float *part = whole_part(row->logits, begin, row->size, copy);
-        const float most = scaled(row, highest_of(part));
+        const float most = scaled(row, row->tops[begin / STRETCH]);
         if (most < lowest || most < -80) continue;  // fewer than 2^40 of e^-80 are nothing
+        const float *part = whole_part(row->logits, begin, row->size, copy);
         vf all = {0}, higher = {0};
         vi count = {0};
         for (int64_t i = 0; i < STRETCH; i += W) {
@@ -221,8 +216,7 @@ static int draw(const drawn_row *row, int64_t best, int64_t top_k, float top_p, 
     if (top_k >= row->size) top_k = 0;
     if (top_k > MOST_TOP_K) return LEFT_OPEN;
     const int64_t first = best - best % STRETCH;
-    const float lowest =
-        top_k ? scaled(row, kth_largest(row->logits, row->size, top_k)) : -INFINITY;
+    const float lowest = top_k ? scaled(row, kth_largest(row, top_k)) : -INFINITY;
     const float bound = lowest > least ? lowest : least;
     // Top-p keeps a token if those above it have less than its share. If the one that was drawn
     // is not kept, none below it is: another one is drawn of those above.
@@ -247,27 +241,45 @@ enum { ALL_CHOSEN = 0, SOME_OPEN = 1, SOME_UNSOUND = 2 };
 // not finite has its place as its token. A row of `temperature` 0 has the first of its best, others
 // are drawn: by `top_k` (0: all), `top_p`, `least` (what min-p leaves, as a bound on scaled logits),
 // `seeds` [rows, 2] and `positions`, which are not read if no temperature is above 0. `is_open`: rows
-// that are not drawn. Returns which kinds of rows there are.
-int choose_tokens(const float *logits, int64_t rows, int64_t size, const float *temperature,
-                  const int64_t *top_k, const float *top_p, const float *least,
-                  const uint32_t *seeds, const int64_t *positions, int64_t *token_ids, float *best,
-                  uint8_t *is_open) {
+// that are not drawn. `maxima` [size / width, rows]: the largest of each `width` logits of a row, which
+// divide STRETCH; or null. Returns which kinds of rows there are.
+int choose_tokens(const float *logits, int64_t rows, int64_t size, const float *maxima,
+                  int64_t width, const float *temperature, const int64_t *top_k,
+                  const float *top_p, const float *least, const uint32_t *seeds,
+                  const int64_t *positions, int64_t *token_ids, float *best, uint8_t *is_open) {
+    const int64_t count = ((size - 1) / STRETCH / (2 * W) + 1) * 2 * W;  // of stretches, and more
+    const int64_t at_once = maxima && !seeds && rows >= W ? W : 1;  // no row takes long then
     int told = ALL_CHOSEN;
 #pragma omp parallel for schedule(dynamic) reduction(| : told) \
     if (rows > 1 && rows * size >= PARALLEL_SAMPLING_FROM)
-    for (int64_t i = 0; i < rows; i++) {
-        const float *row = logits + i * size;
-        token_ids[i] = first_best(row, size, best + i);
-        is_open[i] = 0;
-        if (best[i] - best[i] != 0) {
-            told |= SOME_UNSOUND;
-        } else if (temperature[i] > 0) {
-            uint32_t key = mix_word(seeds[2 * i] + 0x9e3779b9);
-            key = mix_word(mix_word(key ^ seeds[2 * i + 1]) + (uint32_t)positions[i]);
-            const drawn_row own = {row, size, best[i], temperature[i],
-                                   {key, mix_word(key + 0x9e3779b9)}};
-            is_open[i] = draw(&own, token_ids[i], top_k[i], top_p[i], least[i], token_ids + i);
-            if (is_open[i]) told |= SOME_OPEN;
+    for (int64_t first = 0; first < rows; first += at_once) {
+        float tops[at_once * count];
+        const int64_t begin = first + at_once > rows ? rows - at_once : first;
+        if (at_once == W)
+            find_tops_together(W, maxima + begin, size, width, rows, count, tops);
+        else if (maxima)
+            find_tops_together(1, maxima + begin, size, width, rows, count, tops);
+        for (int64_t i = first; i < begin + at_once; i++) {
+            const float *row = logits + i * size;
+            float *const own_tops = tops + (i - begin) * count;
+            if (maxima) best[i] = largest(own_tops, count);
+            if (!maxima || best[i] != best[i]) {
+                find_tops(row, size, count, own_tops);
+                best[i] = largest(own_tops, count);
+            }
+            const int64_t stretch = first_of(own_tops, best[i]) * STRETCH;
+            token_ids[i] = stretch + first_of(row + stretch, best[i]);
+            is_open[i] = 0;
+            if (best[i] - best[i] != 0) {
+                told |= SOME_UNSOUND;
+            } else if (temperature[i] > 0) {
+                uint32_t key = mix_word(seeds[2 * i] + 0x9e3779b9);
+                key = mix_word(mix_word(key ^ seeds[2 * i + 1]) + (uint32_t)positions[i]);
+                const drawn_row own = {row, own_tops, size, best[i], temperature[i],
+                                       {key, mix_word(key + 0x9e3779b9)}};
+                is_open[i] = draw(&own, token_ids[i], top_k[i], top_p[i], least[i], token_ids + i);
+                if (is_open[i]) told |= SOME_OPEN;
+            }
         }
     }
     return told;
