@@ -198,12 +198,15 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def __post_init__(self) -> None:
         if self.hints != {}:
             check_hints(self.hints)
-        for name in ("request_id", "user", "cache_salt", "adapter_id"):
+        try:  # all at once: every request comes by here
+            "".join((self.request_id, self.user, self.cache_salt, self.adapter_id)).encode()
+            wrong: tuple[str, ...] = ()
+        except (TypeError, UnicodeEncodeError):
+            wrong = "request_id", "user", "cache_salt", "adapter_id"
+        for name in wrong:
             text = getattr(self, name)
             if not isinstance(text, str):
                 raise RequestError(f"{name} must be a string, got {text!r}", param=name)
-            if text.isascii():
-                continue
             try:
                 text.encode()
             except UnicodeEncodeError as error:

@@ -4,10 +4,10 @@ They wait as those in the queue do, and count as that, and so do the bytes of th
 how many there are; knows no order.
 """
 
-import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -19,37 +19,10 @@ from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.stream import Samples
 from aioserve.errors import EngineOverloadedError, KeyLimitError
 from aioserve.request import Request, RequestSpec, RequestStatus
+from aioserve.support.parts import load
 
 if TYPE_CHECKING:
     from aioserve.engine.adapters import Adapters
-
-
-class ImageMemory:
-    """Memory limit for the prepared images of one engine."""
-
-    def __init__(self, limit: float) -> None:
-        """`limit`: most memory for prepared images, in GiB."""
-        self._limit = limit
-        self.num_bytes = 0
-
-    def hold(self, spec: RequestSpec) -> None:
-        """Count the images of a request, once for all its samples. Raises `EngineOverloadedError`
-        if they would be too much beside those that are there; alone, any are taken.
-        """
-        arrays = [array for item in spec.encoder_inputs for array in (item.arrays or {}).values()]
-        num_bytes = sum(array.nbytes for array in arrays)
-        if arrays and self.num_bytes and self.num_bytes + num_bytes > self._limit * 2**30:
-            raise EngineOverloadedError(
-                f"prepared images of requests take {self.num_bytes / 2**20:.0f} MiB; "
-                f"{num_bytes / 2**20:.0f} MiB more would be over image_memory_gib "
-                f"({self._limit:g})"
-            )
-        self.num_bytes += num_bytes
-        for array in arrays:
-            weakref.finalize(array, self._release, array.nbytes).atexit = False
-
-    def _release(self, num_bytes: int) -> None:
-        self.num_bytes -= num_bytes
 
 
 # A client that is refused hears when to come again: not at once, and not so late that the server
@@ -105,26 +78,17 @@ class QueueShares:
                 del self._num_requests[name], self._num_tokens[name]
 
 
-class _Arrival:
-    """One arriving request: `Admission.counted`."""
-
-    __slots__ = ("_admission", "_num_tokens")
-
-    def __init__(self, admission: "Admission", num_tokens: int) -> None:
-        self._admission, self._num_tokens = admission, num_tokens
+class _Arrival(NamedTuple):
+    admission: "Admission"
+    num_tokens: int
 
     def __enter__(self) -> None:
-        admission = self._admission
-        admission.check_queue(self._num_tokens)
-        admission.num_arriving += 1
-        admission.num_tokens += self._num_tokens
+        self.admission.add(1, self.num_tokens)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        admission = self._admission
-        admission.num_arriving -= 1
-        admission.num_tokens -= self._num_tokens
+        self.admission.add(-1, -self.num_tokens)
         if isinstance(error, EngineOverloadedError):
-            admission.say_when(error)
+            self.admission.say_when(error)
 
 
 class Admission:
@@ -137,7 +101,7 @@ class Admission:
         core: EngineCore,
         metrics: EngineMetrics,
         clock: Clock,
-        image_memory: ImageMemory,
+        image_memory_gib: float,
         shares: QueueShares,
     ) -> None:
         """`adapters` is asked with the first request that has one."""
@@ -146,10 +110,14 @@ class Admission:
         self._core = core
         self._metrics = metrics
         self._clock = clock
-        self._image_memory = image_memory
+        self._image_memory_gib = image_memory_gib
         self._shares = shares
         self.num_arriving = 0  # requests that are arriving now
         self.num_tokens = 0  # a lower bound of their prompts' tokens
+
+    @cached_property
+    def _image_memory(self) -> Any:  # loaded with the first images
+        return load("media", "memory")(self._image_memory_gib)
 
     def counted(self, num_tokens: int) -> "_Arrival":
         """Count one more arriving request, of at least `num_tokens`, inside the block. Entering it
@@ -157,13 +125,19 @@ class Admission:
         """
         return _Arrival(self, num_tokens)
 
-    def check_queue(self, num_tokens: int) -> None:
-        """Raises `EngineOverloadedError`, which says when to come again."""
-        try:
-            self._core.loop.scheduler.check_queue(num_tokens, self.num_arriving, self.num_tokens)
-        except EngineOverloadedError as error:
-            self.say_when(error)
-            raise
+    def add(self, num_requests: int, num_tokens: int) -> None:
+        """Count more or fewer that arrive. Raises `EngineOverloadedError` for more, which says when
+        to come again.
+        """
+        if num_requests > 0:
+            check_queue = self._core.loop.scheduler.check_queue
+            try:
+                check_queue(num_tokens, self.num_arriving, self.num_tokens)
+            except EngineOverloadedError as error:
+                self.say_when(error)
+                raise
+        self.num_arriving += num_requests
+        self.num_tokens += num_tokens
 
     def say_when(self, error: EngineOverloadedError) -> None:
         """Let a refusal say when to come again."""

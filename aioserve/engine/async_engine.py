@@ -438,7 +438,7 @@ class AsyncEngine(EngineClient):
         seconds: float | None,
         register: Callable[[Request, int], None],
     ) -> None:
-        parts = self._alive()
+        parts = self._parts or self._alive()
         spec = await parts.arrivals.prepare(spec, samples, adapter, seconds)
         self._alive()
         if self._control is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from aioserve.engine.admission import Admission, ImageMemory, QueueShares
+from aioserve.engine.admission import Admission, QueueShares
 from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
 from aioserve.engine.core import EngineCore, EngineLoop, OutputSink
 from aioserve.engine.input_processor import InputProcessor, PoolingValidator
@@ -265,7 +265,7 @@ class EngineBuilder:
                 core,
                 metrics,
                 clock,
-                ImageMemory(config.images.image_memory_gib),
+                config.images.image_memory_gib,
                 shares,
             ),
             delivery,

@@ -5,14 +5,10 @@ From a prompt to a stream of its outputs. Knows no scheduler and no steps.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence, Set
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    nullcontext,
-)
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Unpack
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Unpack
 from uuid import uuid4
 
 from aioserve.config import EngineConfig
@@ -70,27 +66,19 @@ class ServedAdapters(Protocol):
         """Raises `UnknownModelError` if it is neither the model's nor an adapter's."""
 
 
-class _Claimed:
-    """The ids of a request that arrives: `EngineClient._claimed`."""
-
-    __slots__ = ("_abort", "_drop", "_samples")
-
-    def __init__(
-        self, samples: Samples, drop: Callable[[Samples], None], abort: Callable[[Samples], bool]
-    ) -> None:
-        self._samples, self._drop, self._abort = samples, drop, abort
+class _Claimed(NamedTuple):
+    engine: "EngineClient"
+    samples: Samples
 
     def __enter__(self) -> Samples:
-        return self._samples
+        return self.samples
 
     def __exit__(self, kind: object, *error: object) -> None:
-        samples = self._samples
         if kind is not None:
-            self._drop(samples)
-            return
-        samples.is_arriving = False
-        if samples.is_aborted:
-            self._abort(samples)
+            return self.engine._drop(self.samples)
+        self.samples.is_arriving = False
+        if self.samples.is_aborted:
+            self.engine._abort(self.samples)
 
 
 class EngineClient(ABC):
@@ -411,7 +399,7 @@ class EngineClient(ABC):
 
     def _claimed(self, request_id: str, n: int, claims: Claims) -> "_Claimed":
         """Claim the ids of a request inside the block, where it is accepted or dropped."""
-        return _Claimed(claims.claim(request_id, n), self._drop, self._abort)
+        return _Claimed(self, claims.claim(request_id, n))
 
     def _abort_if_here(self, request_id: str, claims: Claims) -> bool:
         samples = claims.samples_of(request_id)

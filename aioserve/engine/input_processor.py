@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from aioserve.engine.chat_template import ChatTemplate
     from aioserve.engine.content_text import ContentText
     from aioserve.model_source.vision_families import Family
-    from aioserve.runner.cpu.runner import OneThread
 
 
 R = TypeVar("R")
@@ -168,6 +167,7 @@ class InputProcessor:
         # One thread: tokenizing beside the model's threads gains nothing from more. Images have
         # one of their own, so that no text waits for them, and so do templates of what is short.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-tokenizer")
+        self._template_executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-template")
         self._image_executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-image")
 
     @cached_property
@@ -212,13 +212,6 @@ class InputProcessor:
 
         placeholders = {} if self._family is None else self._illustrations.placeholders
         return ChatTemplate(self._tokenizer, placeholders, content=self._content)
-
-    @cached_property
-    def _template_thread(self) -> "OneThread":
-        """The thread for templates of what is short, which nearly all conversations are."""
-        from aioserve.runner.cpu.runner import OneThread
-
-        return OneThread("aioserve-template")
 
     def room(self, params: SamplingParams | PoolingParams) -> PromptLimit:
         """Return how many tokens `params` leave to a prompt."""
@@ -334,8 +327,8 @@ class InputProcessor:
         )
         if is_long:
             return await self._run(True, self._render_and_encode, conversation, room)
-        work = partial(self._render_short, conversation, room)
-        rendered = await self._template_thread.call(asyncio.get_running_loop(), work)
+        loop, executor = asyncio.get_running_loop(), self._template_executor
+        rendered = await loop.run_in_executor(executor, self._render_short, conversation, room)
         if isinstance(rendered, str):  # what the template says by itself is long
             return await self._run(True, self._encode, rendered, False)
         return rendered
@@ -365,10 +358,8 @@ class InputProcessor:
 
     def close(self) -> None:
         """Let the threads end; requests that still wait for them are refused afterwards."""
-        for executor in (self._executor, self._image_executor):
+        for executor in (self._executor, self._template_executor, self._image_executor):
             executor.shutdown(wait=False)
-        if "_template_thread" in self.__dict__:
-            self._template_thread.shutdown(wait=False)
         if "_template" in self.__dict__:
             self._template.close()
 

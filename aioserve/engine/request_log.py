@@ -5,7 +5,7 @@ Neither has its text, but that of a prompt where the log is to have prompts.
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -15,10 +15,6 @@ from aioserve.outputs import FinishReason
 from aioserve.params import SamplingParams
 from aioserve.request import Request, RequestStatus
 from aioserve.support.logs import BackgroundWriter, Gaps
-
-if TYPE_CHECKING:
-    pass
-
 
 # One JSON line per request that has ended: when it came, how long it was, whose it was. What
 # `compare --workload FILE.jsonl` reads. No text and no tokens; those, and every decision, are in

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,10 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aioserve.engine import template_process
-from aioserve.engine.template_process import HEAD, NAMES, REFUSAL, RENDER, TEXT, TOO_LONG
 from aioserve.errors import RequestError, TemplateStalledError
 from aioserve.support.process import LOOK_SECONDS, ProcessWatch, StandsStillError
+
+# The program, and its words: it imports nothing of aioserve, and is not imported here.
+PROGRAM = Path(__file__).with_name("template_process.py")
+HEAD = struct.Struct("<cdQ")
+RENDER, NAMES = b"R", b"N"
+TEXT, REFUSAL, TOO_LONG = b"T", b"F", b"L"
 
 # Of CPU time, however busy the machine is. A message takes some 50 microseconds.
 TEMPLATE_SECONDS = 5.0
@@ -124,7 +129,7 @@ class _Process:
                 self._process = subprocess.Popen(
                     # Not as a module: the package that it would stand in takes half a second.
                     [
-                        *(sys.executable, "-P", str(Path(template_process.__file__))),
+                        *(sys.executable, "-P", str(PROGRAM)),
                         *map(str, (theirs.fileno(), MAX_TEXT, MAX_BYTES)),
                     ],
                     stdin=subprocess.DEVNULL,

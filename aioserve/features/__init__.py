@@ -73,6 +73,7 @@ BRINGS: Mapping[str, Mapping[Any, str]] = {
         "parts": "aioserve.features.multimodal.bodies:BodyMedia",
         "loader": "aioserve.features.multimodal.bodies:ImageLoader",
         "prompts": "aioserve.features.multimodal.prompt:MultimodalProcessor",
+        "memory": "aioserve.features.multimodal.encoder_cache:ImageMemory",
     },
     # What is known of JSON schemas by what compiles them.
     "grammars": {"schemas": "aioserve.features.grammars.schema"},

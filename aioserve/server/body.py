@@ -161,11 +161,23 @@ def _values_of(*names: str) -> Callable[[Any], tuple[Any, ...]]:
 
 def refuse_all_but(names: Collection[str], part: RequestPart, path: str) -> None:
     """Refuse fields of a part that must be empty here. Raises `RequestError`."""
-    for name in part.__struct_fields__:
-        if name not in names and getattr(part, name):
+    refused, get_values = _all_but(tuple(names), type(part))
+    if not any(values := get_values(part)):
+        return
+    for name, value in zip(refused, values, strict=True):
+        if value:
             raise RequestError(
                 f"{path}.{name} is not supported by this server", param=f"{path}.{name}"
             )
+
+
+@cache
+def _all_but(
+    names: tuple[str, ...], part: type[RequestPart]
+) -> tuple[list[str], Callable[[Any], tuple[Any, ...]]]:
+    """Return the other fields of a part, and what gets their values."""
+    others = [name for name in part.__struct_fields__ if name not in names]
+    return others, _values_of(*others)
 
 
 def check_stream_options(request: GenerationRequest) -> None:

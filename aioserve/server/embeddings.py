@@ -156,7 +156,7 @@ async def run_each(
     num_workers = num_at_once(request, len(places))
 
     def check() -> None:
-        if is_aborted.is_set():
+        if response.is_aborted:
             raise RequestAbortedError(f"request {own_id} was aborted")
 
     async def work() -> None:
@@ -172,7 +172,7 @@ async def run_each(
         return Claim(num_workers, count_tokens(), len(places) == 1, own_id)
 
     async with entered(request, claim):
-        with request.app[RUNNING].enter(own_id, ids, owner_of(request)) as is_aborted:
+        with request.app[RUNNING].enter(own_id, ids, owner_of(request)) as response:
             await run_all([work() for _ in range(num_workers)])
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from aioserve.errors import RequestError
-from aioserve.request import MAX_CACHE_SECONDS
+from aioserve.request import MAX_CACHE_SECONDS, SESSION, SLO_CLASS, SLO_TPOT, SLO_TTFT
 
 
 class Hint(NamedTuple):
@@ -398,3 +398,28 @@ def pass_over_tools(request: web.Request, tools: Sequence[dict[str, Any]] | None
     """Note the tools among `tools` that are a vendor's."""
     kinds = (tool.get("type") for tool in tools or ())
     pass_over(request, (f"the tool {kind}" for kind in kinds if is_vendors(kind)))
+
+
+# Headers and fields that others have for hints; `access.hints` reads them.
+
+#: Headers of routers, gateways and agents, by the hint that each one states; the first that a
+#: request has counts. Dynamo's, Claude Code's and Codex's are sessions; those of llm-d and of the
+#: gateway API name objectives and flows.
+HEADERS: Mapping[str, tuple[str, ...]] = {
+    SESSION: (
+        *("X-Session-Id", "X-Dynamo-Session-Id", "X-Claude-Code-Session-Id"),
+        *("session-id", "session_id"),  # new and old
+    ),
+    SLO_CLASS: (
+        "X-Request-Class",
+        "x-gateway-inference-objective",
+        "x-llm-d-inference-objective",
+    ),
+    "fairness_id": ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"),
+}
+#: Headers of llm-d in milliseconds, by the hint, in seconds.
+HEADERS_IN_MS: Mapping[str, str] = {SLO_TTFT: "x-slo-ttft-ms", SLO_TPOT: "x-slo-tpot-ms"}
+#: Fields of bodies that are maps of hints: of vLLM, and of its clients.
+MAPS = ("vllm_xargs", "kv_hints")
+#: Labels of bodies, by the hint that each one states; the first that a body has counts.
+LABELS: Mapping[str, tuple[str, ...]] = {SESSION: ("session_id", "prompt_cache_key")}

@@ -388,7 +388,8 @@ async def respond(
     check_id(reply.id)
     request[RESPONSE_ID] = reply.id
     _log_passed_over(request, reply.id)
-    engine = request.app[ENGINE]
+    app = request.app
+    engine = app[ENGINE]
     if not body.stream:  # no client reads a delta: none is made
         params = params.with_checked(output_kind="final_only")
     ids = [reply.id] if len(prompts) == 1 else [f"{reply.id}-{i}" for i in range(len(prompts))]
@@ -402,7 +403,7 @@ async def respond(
     async with entered(
         request, lambda: _claim(reply.id, prompts, params, engine.max_model_len)
     ) as leave:
-        with request.app[RUNNING].enter(reply.id, ids, owner_of(request)) as is_aborted:
+        with app[RUNNING].enter(reply.id, ids, owner_of(request)) as response:
             try:
                 for request_id, prompt in zip(ids, prompts, strict=True):
                     stream = await engine.add_request(
@@ -413,7 +414,7 @@ async def respond(
                         **fields,
                     )
                     streams.append(stream)
-                    if is_aborted.is_set():  # while another prompt was being tokenized
+                    if response.is_aborted:  # while another prompt was being tokenized
                         engine.abort_now(request_id)
                 reply.prompts = [stream.prompt_token_ids for stream in streams]
                 await reply.begin()

@@ -5,8 +5,7 @@ protocol's own shapes.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -91,7 +90,8 @@ class ImageParts:
     @classmethod
     def of(cls, engine: EngineClient) -> "ImageParts":
         """Return an empty list of such parts, with the limits of this engine."""
-        return cls(engine.config.images, engine.media.refuses_images, engine.media.refuses_videos)
+        media = engine.media
+        return cls(engine.config.images, media.refuses_images, media.refuses_videos)
 
     @cached_property
     def media(self) -> MediaParts:
@@ -103,15 +103,16 @@ class ImageParts:
     def __bool__(self) -> bool:
         return self._has_any and bool(self.media.sources)
 
-    @contextmanager
-    def named(self) -> Iterator[None]:
+    def named(self) -> "ImageParts":
         """Name the part in what the engine says of an image inside the block."""
-        try:
-            yield
-        except RequestError as error:
-            if self:
-                self.media.rename(error)
-            raise
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self and isinstance(error, RequestError):
+            self.media.rename(error)
 
 
 class Shown(NamedTuple):

@@ -230,12 +230,12 @@ class SamplingRequest(EngineRequest, kw_only=True, omit_defaults=True):
         """
         if wanted is not None and self.structured_outputs is not None:
             raise RequestError(f"give {wanted_by} or structured_outputs, not both", param=wanted_by)
-        given = dict(zip(_SAMPLING_FIELDS, _sampling_values(self), strict=True))
-        given |= {**others, "max_tokens": max_tokens}
+        others["max_tokens"] = max_tokens
+        if wanted is None and _other_values(self) == _NO_OTHERS and _KEPT_FIELDS.issuperset(others):
+            return _kept_params(defaults, default_max_tokens, _kept_values(self), **others)
+        given = dict(zip(_SAMPLING_FIELDS, _sampling_values(self), strict=True)) | others
         given["structured_outputs"] = wanted or self.structured_outputs
         given = {name: value for name, value in given.items() if value is not None}
-        if _KEPT_FIELDS.issuperset(given):
-            return _kept_params(defaults, default_max_tokens, **given)
         return defaults.fill(given, max_tokens=default_max_tokens)
 
 
@@ -253,13 +253,25 @@ _KEPT_FIELDS = frozenset(
 ) | {"kept_special_tokens"}
 
 
+_KEPT_OF_BODIES = [name for name in _SAMPLING_FIELDS if name in _KEPT_FIELDS]
+_kept_values: Callable[[SamplingRequest], tuple[Any, ...]] = attrgetter(*_KEPT_OF_BODIES)
+_OTHERS = [name for name in _SAMPLING_FIELDS if name not in _KEPT_FIELDS]
+_other_values: Callable[[SamplingRequest], tuple[Any, ...]] = attrgetter(*_OTHERS)
+_NO_OTHERS = (None,) * len(_OTHERS)
+
+
 @lru_cache(maxsize=256, typed=True)
 def _kept_params(
-    defaults: SamplingDefaults, default_max_tokens: int | None, **given: Any
+    defaults: SamplingDefaults,
+    default_max_tokens: int | None,
+    values: tuple[Any, ...],
+    **others: Any,
 ) -> SamplingParams:
-    """Return `SamplingDefaults.fill`: most requests ask for what another one has asked for, and
-    parameters cannot change.
+    """Return `SamplingDefaults.fill`, with values in the order of `_KEPT_OF_BODIES`: most requests
+    ask for what another one has asked for, and parameters cannot change.
     """
+    given = dict(zip(_KEPT_OF_BODIES, values, strict=True)) | others
+    given = {name: value for name, value in given.items() if value is not None}
     return defaults.fill(given, max_tokens=default_max_tokens)
 
 

@@ -41,22 +41,13 @@ def check_id(given: str) -> None:
 class RunningResponse:
     """A response that is not over; as a context manager it is one inside its block."""
 
-    __slots__ = ("_all", "_is_aborted", "own_ids", "owner", "request_ids", "response_id")
-
     def __init__(
-        self, response_id: str, request_ids: Sequence[str], owner: str, running: "RunningResponses"
+        self, running: "RunningResponses", response_id: str, request_ids: Sequence[str], owner: str
     ) -> None:
-        self.response_id, self.request_ids, self.owner = response_id, request_ids, owner
+        self._all, self.owner = running, owner
+        self.response_id, self.request_ids = response_id, request_ids
         self.own_ids = {response_id, *request_ids}
-        self._all, self._is_aborted = running, False
-
-    def is_set(self) -> bool:
-        """Return whether it was aborted."""
-        return self._is_aborted
-
-    def set(self) -> None:
-        """Note that it was aborted."""
-        self._is_aborted = True
+        self.is_aborted = False
 
     def __enter__(self) -> "RunningResponse":
         self._all.add(self)
@@ -77,11 +68,11 @@ class RunningResponses:
     def enter(
         self, response_id: str, request_ids: Sequence[str], owner: str = ""
     ) -> RunningResponse:
-        """Inside the block the response can be aborted by its owner. What it yields is set then:
+        """Inside the block the response can be aborted by its owner. What it yields says so:
         requests that were not yet handed over are the caller's to abort. Entering it raises
         `RequestIdInUseError`.
         """
-        return RunningResponse(response_id, request_ids, owner, self)
+        return RunningResponse(self, response_id, request_ids, owner)
 
     def add(self, response: RunningResponse) -> None:
         """Raises `RequestIdInUseError`."""
@@ -107,7 +98,7 @@ class RunningResponses:
         if given_id not in self._running:
             return self._engine.abort_now(given_id)
         response = self._running[given_id]
-        response.set()
+        response.is_aborted = True
         for request_id in response.request_ids:
             self._engine.abort_now(request_id)
         return True

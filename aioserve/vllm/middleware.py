@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from aioserve.server.access.gate import HEADERS, HEADERS_IN_MS
 from aioserve.server.errors import TIMEOUT_HEADER
+from aioserve.server.fields import HEADERS, HEADERS_IN_MS
 from aioserve.vllm.requests import DEADLINE, USER
 
 Message = MutableMapping[str, Any]

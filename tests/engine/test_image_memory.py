@@ -5,8 +5,8 @@ import gc
 import numpy as np
 import pytest
 
-from aioserve.engine.admission import ImageMemory
 from aioserve.errors import EngineOverloadedError
+from aioserve.features.multimodal.encoder_cache import ImageMemory
 from aioserve.params import SamplingParams
 from aioserve.request import EncoderInput, RequestSpec
 

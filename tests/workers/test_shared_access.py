@@ -138,9 +138,9 @@ async def test_only_its_owner_ends_a_response_of_another_worker(config):
     async with joined(config, num_workers=2) as (_, _, [here, there], _):
         running = RunningResponses(there)
         there.abort_here = running.abort
-        with running.enter("mine", ["mine"], "ben") as is_aborted:
+        with running.enter("mine", ["mine"], "ben") as response:
             assert not await here.ask(AbortElsewhere("mine", "ann"))
-            assert not is_aborted.is_set()
+            assert not response.is_aborted
             assert await here.ask(AbortElsewhere("mine", "ben"))
-            assert is_aborted.is_set()
+            assert response.is_aborted
             assert await here.ask(AbortElsewhere("mine"))

@@ -4,19 +4,20 @@
 wait until the decoder has read them, `EncodingAhead` which input is encoded over several steps
 while others decode. Knows content hashes, positions and sizes, counted in tokens that get a vector
 of the encoder. No tensors: the runner keeps those, is told what to drop, and decides how a part of
-an encoder's work is done.
+an encoder's work is done. Last, `ImageMemory` limits what prepared images take.
 """
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from aioserve.errors import RequestError
+from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.resource import Ahead, EncoderLimits, Resource
-from aioserve.request import EncoderInput, Request, WaitReason
+from aioserve.request import EncoderInput, Request, RequestSpec, WaitReason
 
 
 class EncoderCacheManager:
@@ -469,3 +470,35 @@ def _overlapping(request: Request, start: int, num_tokens: int) -> list[tuple[in
         for index, item in enumerate(request.encoder_inputs)
         if item.position < end and item.end > start
     ]
+
+
+# The images that wait for their encoder, as its processor has prepared them: what they take of the
+# engine's memory. Knows arrays by their bytes.
+
+
+class ImageMemory:
+    """Memory limit for the prepared images of one engine."""
+
+    def __init__(self, limit: float) -> None:
+        """`limit`: most memory for prepared images, in GiB."""
+        self._limit = limit
+        self.num_bytes = 0
+
+    def hold(self, spec: RequestSpec) -> None:
+        """Count the images of a request, once for all its samples. Raises `EngineOverloadedError`
+        if they would be too much beside those that are there; alone, any are taken.
+        """
+        arrays = [array for item in spec.encoder_inputs for array in (item.arrays or {}).values()]
+        num_bytes = sum(array.nbytes for array in arrays)
+        if arrays and self.num_bytes and self.num_bytes + num_bytes > self._limit * 2**30:
+            raise EngineOverloadedError(
+                f"prepared images of requests take {self.num_bytes / 2**20:.0f} MiB; "
+                f"{num_bytes / 2**20:.0f} MiB more would be over image_memory_gib "
+                f"({self._limit:g})"
+            )
+        self.num_bytes += num_bytes
+        for array in arrays:
+            weakref.finalize(array, self._release, array.nbytes).atexit = False
+
+    def _release(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes

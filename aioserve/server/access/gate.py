@@ -6,7 +6,8 @@ Knows requests and keys; `access` counts, in its `accounts`.
 import contextlib
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from aiohttp import hdrs, web
@@ -14,22 +15,11 @@ from aiohttp.typedefs import Handler
 
 from aioserve.engine.prompt import Conversation
 from aioserve.errors import ForbiddenError, RequestError, UnknownKeyError
-from aioserve.request import (
-    CACHE_SECONDS,
-    MAX_HINTS,
-    PREDICTED_OUTPUT_TOKENS,
-    SESSION,
-    SLO_CLASS,
-    SLO_TPOT,
-    SLO_TTFT,
-    Hints,
-    check_hints,
-)
 from aioserve.server.access.access import ACCESS
 from aioserve.server.access.keys import Claim, Key, Leave
 from aioserve.server.access.origins import check_page, is_near
 from aioserve.server.errors import TIMEOUT_HEADER, FarLookerError, style_of
-from aioserve.server.fields import CACHED_FOR
+from aioserve.server.fields import CACHED_FOR, HEADERS, HEADERS_IN_MS, LABELS, MAPS
 from aioserve.server.images import Shown
 from aioserve.server.running import CHAIN, ENGINE, KEY, NEEDS, OWN_HINTS
 
@@ -89,9 +79,14 @@ def allowed_fields(request: web.Request, body: Any) -> dict[str, Any]:
         fields["trace_headers"] = {name: text for name, text in headers.items() if text}
     if (text := request.headers.get(TIMEOUT_HEADER)) is not None:
         fields["timeout"] = min(_seconds(text), fields.get("timeout", math.inf))
-    key = request.get(KEY)
-    if hints := hints_of(request, body, fields.pop("hints", None), key):
-        fields["hints"] = hints
+    noted = frozenset(request)  # asking it for what is not there takes a microsecond each
+    key = request[KEY] if KEY in noted else None
+    stated = fields.pop("hints", None)
+    if stated or may_hint(request, body, noted):
+        from aioserve.server.access.hints import hints_of
+
+        if hints := hints_of(request, body, stated, key):
+            fields["hints"] = hints
     if key is not None:
         fields["key_name"] = key.name
         fields.setdefault("user", key.name)
@@ -211,165 +206,27 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-# Hints over HTTP: the body's own `hints`, and the names and headers that others have for them. What
-# says the same to another engine or gateway says it here too. Knows requests and bodies; what a
-# hint is, `aioserve.request` knows.
+# The places of hints besides a body's `hints`. What reads them, `access.hints`, is loaded for a
+# request that has some.
 
 
-#: Headers of routers, gateways and agents, by the hint that each one states; the first that a
-#: request has counts. Dynamo's, Claude Code's and Codex's are sessions; those of llm-d and of the
-#: gateway API name objectives and flows.
-HEADERS: Mapping[str, tuple[str, ...]] = {
-    SESSION: (
-        *("X-Session-Id", "X-Dynamo-Session-Id", "X-Claude-Code-Session-Id"),
-        *("session-id", "session_id"),  # new and old
-    ),
-    SLO_CLASS: (
-        "X-Request-Class",
-        "x-gateway-inference-objective",
-        "x-llm-d-inference-objective",
-    ),
-    "fairness_id": ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"),
-}
-#: Headers of llm-d in milliseconds, by the hint, in seconds.
-HEADERS_IN_MS: Mapping[str, str] = {SLO_TTFT: "x-slo-ttft-ms", SLO_TPOT: "x-slo-tpot-ms"}
 _ALL_HEADERS = frozenset(map(str.lower, (*sum(HEADERS.values(), ()), *HEADERS_IN_MS.values())))
-#: Fields of bodies that are maps of hints: of vLLM, and of its clients.
-MAPS = ("vllm_xargs", "kv_hints")
-#: Labels of bodies, by the hint that each one states; the first that a body has counts.
-LABELS: Mapping[str, tuple[str, ...]] = {SESSION: ("session_id", "prompt_cache_key")}
-#: Names of hints in maps of vLLM and Dynamo that are others here.
-FOREIGN_NAMES: Mapping[str, str] = {"osl": PREDICTED_OUTPUT_TOKENS}
+_NOTED = frozenset((CHAIN, CACHED_FOR, OWN_HINTS))
 
 
-def hints_of(request: web.Request, body: Any, stated: Hints | None, key: Key | None) -> Hints:
-    """Return all hints of a request. What the body states as hints goes before its labels, those
-    before headers, and these before the chain of responses; a `ttl` of `cache_control` goes before
-    labels. A label that can be no hint stays a label.
-
-    Raises `RequestError` for what the body states as hints and is none, `ForbiddenError` if `key`
-    may not set it. Labels and headers that the key may not set, or for which there is no room,
-    are passed over.
+def may_hint(request: web.Request, body: Any, noted: Collection[object]) -> bool:
+    """Return whether a request may have a hint that is not in its body's `hints`; `noted` are the
+    keys of what is noted on it.
     """
-    found: Hints = {}
-    for name in MAPS:
-        if (given := getattr(body, name, None)) is not None:
-            found |= _own_names(_checked(name, given))
-    if (nvext := getattr(body, "nvext", None)) is not None:
-        found |= _own_names(_agent_hints(nvext))
-    found |= stated or {}
-    allowed = None if key is None else key.hints
-    if allowed is not None:
-        for name in found:
-            if name not in allowed:
-                raise ForbiddenError(
-                    f"hint {name!r} is not one that key {key and key.name!r} may set: "
-                    f"{', '.join(allowed) or 'it may set none'}",
-                    param=f"hints.{name}",
-                )
-    if len(found) < MAX_HINTS:
-        for name, value in _unstated(request, body).items():
-            is_allowed = allowed is None or name in allowed
-            if len(found) < MAX_HINTS and name not in found and is_allowed:
-                found[name] = value
-    if (own := request.get(OWN_HINTS)) is not None:
-        found |= own
-    return found
+    kind: Any = type(body)
+    for name in _hint_fields(kind):
+        if getattr(body, name) is not None:
+            return True
+    has_none = _ALL_HEADERS.isdisjoint(map(str.lower, request.headers))
+    return not (has_none and _NOTED.isdisjoint(noted))
 
 
-def _own_names(given: Hints) -> Hints:
-    """Hints of another engine's map by the names that they have here; such a name goes before."""
-    return {FOREIGN_NAMES.get(name, name): value for name, value in given.items()} | {
-        name: value for name, value in given.items() if name not in FOREIGN_NAMES
-    }
-
-
-def _unstated(request: web.Request, body: Any) -> Hints:
-    """Return the hints of what a client says for another purpose."""
-    found: Hints = {}
-    if (chain := request.get(CHAIN)) is not None:
-        found |= _possible({SESSION: chain})
-    found |= _headers(request)
-    if labels := _labels(body):
-        found |= _possible(labels)
-    if (seconds := request.get(CACHED_FOR)) is not None:  # a `ttl`, which names no hint by itself
-        found |= _possible({CACHE_SECONDS: seconds})
-    return found
-
-
-def _labels(body: Any) -> dict[str, Any]:
-    """Return what a body says for another purpose, by names that may be those of hints."""
-    labels: dict[str, Any] = {}
-    for name, fields in LABELS.items():
-        for field in fields:
-            value = getattr(body, field, None)
-            if isinstance(value, str) and value:
-                labels[name] = value
-                break
-    metadata = getattr(body, "metadata", None)
-    return metadata | labels if isinstance(metadata, dict) else labels
-
-
-def _possible(labels: Mapping[str, Any]) -> Hints:
-    """Return the labels that have the name and the type of a hint."""
-    found: Hints = {}
-    for name, value in labels.items():
-        if value is None:
-            continue
-        try:
-            check_hints({name: value})
-        except RequestError:
-            continue
-        found[name] = value
-    return found
-
-
-def _headers(request: web.Request) -> Hints:
-    found: dict[str, Any] = {}
-    if _ALL_HEADERS.isdisjoint(map(str.lower, request.headers)):
-        return found
-    get = request.headers.get
-    for name, headers in HEADERS.items():
-        for header in headers:
-            if text := get(header):
-                found.setdefault(name, text)
-    for name, header in HEADERS_IN_MS.items():
-        if (text := get(header)) is not None:
-            try:
-                found[name] = float(text) / 1000
-            except ValueError:
-                found[name] = math.nan
-            if not 0 < found[name] < math.inf:
-                raise RequestError(
-                    f"the header {header} must be a number of milliseconds above 0, got "
-                    f"{text[:32]!r}",
-                    param=header,
-                )
-    for name in list(found):
-        try:
-            check_hints({name: found[name]})
-        except RequestError as error:
-            raise RequestError(f"the header for the hint {name}: {error}", param=name) from error
-    return found
-
-
-def _agent_hints(nvext: object) -> Hints:
-    """Return those of Dynamo's `nvext`, of which nothing else is served."""
-    if not isinstance(nvext, dict):
-        raise RequestError(f"nvext must be an object, got {nvext!r:.80}", param="nvext")
-    for name, value in nvext.items():
-        if name != "agent_hints" and value:
-            raise RequestError(
-                f"nvext.{name!s:.80} is not supported by this server", param=f"nvext.{name!s:.80}"
-            )
-    return _checked("nvext.agent_hints", nvext.get("agent_hints"))
-
-
-def _checked(where: str, given: Any) -> Hints:
-    if given is None:
-        return {}
-    try:
-        check_hints(given)
-    except RequestError as error:
-        raise RequestError(f"{where}: {error}", param=where) from error
-    return dict(given)
+@cache
+def _hint_fields(kind: Any) -> list[str]:
+    names = [*MAPS, "nvext", "metadata", *sum(LABELS.values(), ())]
+    return [name for name in names if hasattr(kind, name)]

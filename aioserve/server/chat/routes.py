@@ -88,7 +88,8 @@ async def answer_chat(
     """Answer a decoded body, in whatever words. Raises what `add_request` raises, before anything
     is sent.
     """
-    engine, chat_format = request.app[ENGINE], request.app[CHAT_FORMAT]
+    app = request.app
+    engine, chat_format = app[ENGINE], app[CHAT_FORMAT]
     if body.tools:
         pass_over_tools(request, body.tools)
         await before_tools(body.tools)
@@ -120,7 +121,7 @@ async def answer_chat(
             params = with_budget(request, params, *body.most_reasoning)
         reply = make_reply(request, body, use, separates_reasoning=has_reasoning)
         with images.named():
-            prompt = request.app[IMAGES].shown(conversation, images)
+            prompt = app[IMAGES].shown(conversation, images)
             return await respond(request, body, [prompt], params, reply)
     except RequestError as error:
         error.param = _NAMES.get(error.param or "", error.param)

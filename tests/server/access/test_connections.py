@@ -421,3 +421,17 @@ async def test_a_refused_client_that_goes_on_sending_is_closed_and_nothing_stays
                     greedy.writer.write(b"a" * 65536)
                     await greedy.writer.drain()
         assert (await server.get("/health")).status == 200  # by the only one that there may be
+
+
+async def test_the_system_asks_clients_that_are_silent(server, monkeypatch):
+    links = []
+    made = connections.Connection.connection_made
+
+    def noted(connection: connections.Connection, link: asyncio.Transport) -> None:
+        links.append(link)
+        made(connection, link)
+
+    monkeypatch.setattr(connections.Connection, "connection_made", noted)
+    assert (await server.get("/health")).status == 200
+    [link] = links
+    assert link.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
