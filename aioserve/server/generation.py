@@ -61,6 +61,9 @@ EVENTS = "text/event-stream"
 MOST_HELD = 65_536  # bytes that choices of one response hold back within a turn of the loop
 DONE = b"data: [DONE]\n\n"
 
+MOST_KEPT = 1024  # ends of events that replies of one model share
+_kept: dict[tuple[Any, ...], bytes] = {}  # by what they are the ends of
+
 _encoder = msgspec.json.Encoder()
 _HEADERS = {
     "Cache-Control": "no-cache",
@@ -271,11 +274,14 @@ class Answer(ABC):
         return self._frames.get(index)
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
-        chunk = self.make_chunk(index, RequestOutput(request_id=self.id, text="\0"))
+        chunk = self._text_chunk(index)
         name = f'"{self.text_field}":'.encode()
         # Inside a JSON string every quote is escaped: only the field itself can look like this.
         before, after = chunk.split(name + rb'"\u0000"')
         return before + name, after
+
+    def _text_chunk(self, index: int) -> bytes:
+        return self.make_chunk(index, RequestOutput(request_id=self.id, text="\0"))
 
     async def begin(self) -> None:  # noqa: B027 - most have nothing to do
         """Called once, when the request is accepted and nothing of it was told yet."""
@@ -325,6 +331,24 @@ class Reply(Answer):
         )
         self.continuous_usage = bool(options and options.continuous_usage_stats)
         self.says_more = self.continuous_usage or self.return_token_ids
+
+    def kept(self, what: str, index: int, make: Callable[[int], bytes]) -> bytes:
+        """Return `make(index)`, an event of which id and time alone are this request's own, and
+        stand first: the rest is made once for a model. `what` tells such events apart.
+        """
+        begin = b'data: {"id":%b,"created":%d,' % (_encoder.encode(self.id), self.created)
+        key = what, type(self), self.model, self.include_usage, index
+        rest = _kept.get(key)
+        if rest is None:
+            first, _, rest = make(index).partition(begin)
+            assert not first, "an event begins with id and time"
+            if len(_kept) >= MOST_KEPT:
+                _kept.clear()
+            _kept[key] = rest
+        return begin + rest
+
+    def _text_chunk(self, index: int) -> bytes:
+        return self.kept("text", index, super()._text_chunk)
 
     @abstractmethod
     def usage_chunk(self, usage: Usage) -> bytes:

@@ -57,6 +57,17 @@ def test_a_quick_chunk_is_the_chunk_byte_for_byte(chat, include_usage, text, ind
     assert (choice.delta.content if chat else choice.text) == text
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_neither_id_nor_time_is_kept_for_another_request(chat):
+    for own_id, created in (("a", 1), ('"b"', 1_800_000_000)):
+        reply = make_reply(chat, request_id=own_id)
+        reply.created = created
+        told = reply.chunk(0, delta("first")) + reply.chunk(0, delta("second"))
+        events = [json.loads(event[6:]) for event in told.split(b"\n\n")[:-1]]
+        assert len(events) == 2 + chat
+        assert {(event["id"], event["created"]) for event in events} == {(own_id, created)}
+
+
 def test_the_best_samples_have_the_most_likely_tokens_on_average():
     def sample(*logprobs: float) -> RequestOutput:
         return delta("", logprobs=[TokenLogprobs(value, 1, [], []) for value in logprobs])

@@ -293,6 +293,9 @@ class ChatReply(Reply):
         if index in self._opened:
             return b""
         self._opened.add(index)
+        return self.kept("opening", index, self._make_opening)
+
+    def _make_opening(self, index: int) -> bytes:
         delta = ChatDelta(role="assistant", content="")
         chunk = self._envelope([ChatChunkChoice(index=index, delta=delta)])
         if self.include_usage:
