@@ -147,6 +147,14 @@ def test_scores_that_rise_along_a_context_are_close_to_float64(
     assert torch.equal(torch.cat(alone), together)
 
 
+def test_numbers_too_small_for_their_exponent_are_kept_after_attention(kernels: Kernels) -> None:
+    """By AMX weights of that size become 0 meanwhile."""
+    step = make_step(MIXED, torch.bfloat16)
+    step.key_cache.mul_(30)
+    assert_close_to_reference(step, step.run(kernels))
+    assert float((torch.full((64,), 1e-40) * 0.5).min()) > 0
+
+
 def with_images(step: Step) -> Step:
     """The second half of each row's new tokens see each other, but for the last of many."""
     ends = []

@@ -35,13 +35,33 @@ typedef struct {
 } OVER(seen);
 
 static __attribute__((noinline)) void OVER(stage)(const scoring *score, softening *soften,
-                                                  const weighing *weigh, const attention *args) {
+                                                  const weighing *weigh, unwritten_tiles *last,
+                                                  const attention *args) {
     const int64_t lanes = (args->key_dim / 2 + W - 1) / W * W;
 #ifdef CODES
-    run_stage(score, soften, weigh, lanes, args->value_dim, args->scaling * LOG2E, 1);
+    run_stage(score, soften, weigh, last, lanes, args->value_dim, args->scaling * LOG2E, 1);
 #else
-    run_stage(score, soften, weigh, lanes, args->value_dim, args->scaling * LOG2E, 0);
+    run_stage(score, soften, weigh, last, lanes, args->value_dim, args->scaling * LOG2E, 0);
 #endif
+}
+
+// Scores [to - from][W] of a part as they are to be softened. Its columns [begin, end) are the item's keys.
+static void OVER(finish_scores)(const attention *args, float *scores, const OVER(seen) *s, int64_t position,
+                                int32_t begin, int32_t end, const float *key_scales, const int32_t *first,
+                                const int32_t *behind) {
+    vi firsts, ends;
+    memcpy(&firsts, first, sizeof firsts), memcpy(&ends, behind, sizeof ends);
+    for (int32_t c = s->from; c < s->to; c++, scores += W) {
+        const int32_t at = position + c;
+        vf v = load_f32(scores);
+        if (key_scales) v *= key_scales[c];
+        if (args->softcap > 0) {
+            const vf e = exp_(v * (2 * args->scaling / args->softcap));
+            v = (1.f - 2.f / (e + 1.f)) * (args->softcap / args->scaling);
+        }
+        const vi is_seen = (firsts <= at) & (ends > at) & ((vi){0} - (c >= begin && c < end));
+        store_f32(scores, s->is_masked ? pick(is_seen, v, splat(-INFINITY)) : v);
+    }
 }
 
 static void OVER(attend_many)(const attention *args, const item *work, const item *after,
@@ -51,12 +71,13 @@ static void OVER(attend_many)(const attention *args, const item *work, const ite
     const int64_t lanes = (key_dim / 2 + W - 1) / W * W, groups = (rows + W - 1) / W;
     const float unit = args->scaling * LOG2E;
 
-    float scratch[PART_KEYS * (lanes + value_dim / 2 + 3 * W) + groups * W * (lanes + value_dim + 2)]
+    float scratch[PART_KEYS * (lanes + value_dim / 2 + 5 * W / 2) + groups * W * (lanes + value_dim + 2)]
         __attribute__((aligned(64)));
     float *keys = scratch, *values = keys + PART_KEYS * lanes;
-    float *scores = values + PART_KEYS / 2 * value_dim, *weights = scores + 2 * PART_KEYS * W;
-    float *queries = weights + PART_KEYS * W, *sums = queries + groups * W * lanes;
-    float *totals = sums + groups * W * value_dim, *maxima = totals + groups * W;
+    float *scores = values + PART_KEYS / 2 * value_dim, *again = scores + PART_KEYS * W;
+    float *weights = again + PART_KEYS * W, *queries = weights + PART_KEYS / 2 * W;
+    float *sums = queries + groups * W * lanes, *totals = sums + groups * W * value_dim;
+    float *maxima = totals + groups * W;
     int32_t first[groups * W], behind[groups * W];  // positions that each query sees
     OVER(seen) seen[groups];
 
@@ -87,7 +108,8 @@ static void OVER(attend_many)(const attention *args, const item *work, const ite
         }
     }
 
-    begin_attention_tiles();
+    const unsigned settings = begin_attention_tiles();
+    unwritten_tiles unwritten = {0};
     for (int64_t tile = work->start; tile < work->end_key; tile += work->tile) {
         const int32_t tile_end = smaller(work->end_key - tile, work->tile);
         const int32_t fetched_from = (tile_end + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS;
@@ -101,12 +123,14 @@ static void OVER(attend_many)(const attention *args, const item *work, const ite
             const int32_t last = (end + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS;
             OVER(pack_keys_for_tiles)(own->keys + part, last, key_dim, lanes, keys);
             OVER(pack_values_for_tiles)(own->values + part, last, value_dim, values);
+            const float *key_scales = 0;
 #ifdef CODES
             float scales[2][PART_KEYS];
             for (int i = 0; i < last; i++) {
                 scales[0][i] = scale_of(own->keys[part + i], key_dim);
                 scales[1][i] = scale_of(own->values[part + i], value_dim);
             }
+            key_scales = scales[0];
 #endif
             int64_t count = 0, fetched = 0;
             for (int64_t g = 0; g < groups; g++) {
@@ -122,8 +146,6 @@ static void OVER(attend_many)(const attention *args, const item *work, const ite
             }
 
             for (int64_t i = 0; i < count + 2; i++) {
-                float *ahead = scores + i % 2 * PART_KEYS * W, *now = scores + (i + 1) % 2 * PART_KEYS * W;
-                float *before = weights + i % 2 * PART_KEYS / 2 * W;
                 for (; fetched * (count + 2) < last * (i + 1); fetched++) {
                     OVER(prefetch)(next->keys[part + fetched], key_dim);
                     OVER(prefetch)(next->values[part + fetched], value_dim);
@@ -133,58 +155,54 @@ static void OVER(attend_many)(const attention *args, const item *work, const ite
                 weighing weigh = {0};
                 if (i < count) {
                     const OVER(seen) *s = seen + i;
-                    score = (scoring){(s->to - s->from) / W, keys + s->from * lanes,
-                                      queries + s->group * W * lanes, ahead};
+                    score.steps = (s->to - s->from) / W, score.keys = keys + s->from * lanes;
+                    score.queries = queries + s->group * W * lanes, score.scores = scores;
                 }
                 if (i > 1) {
                     const OVER(seen) *s = seen + i - 2;
-                    weigh = (weighing){(s->to - s->from) / TILE_KEYS, values + s->from / 2 * value_dim,
-                                       before, sums + s->group * W * value_dim};
+                    weigh.steps = (s->to - s->from) / TILE_KEYS;
+                    weigh.values = values + s->from / 2 * value_dim;
+                    weigh.weights = weights, weigh.sums = sums + s->group * W * value_dim;
                 }
                 if (i < 1 || i > count) {
-                    OVER(stage)(&score, &soften, &weigh, args);
+                    OVER(stage)(&score, &soften, &weigh, &unwritten, args);
                     continue;
                 }
                 const OVER(seen) *s = seen + i - 1;
                 const int64_t r = s->group * W, is_first = position == work->start;
-                soften.steps = (s->to - s->from) / W, soften.scores = now;
-                soften.weights = weights + (i + 1) % 2 * PART_KEYS / 2 * W;
-                soften.max = load_f32(maxima + r), soften.total = load_f32(totals + r);
+                soften.steps = (s->to - s->from) / W, soften.scores = scores, soften.weights = weights;
+                soften.maxima = maxima + r, soften.totals = totals + r;
 #ifdef CODES
                 soften.value_scales = scales[1] + s->from;
-                for (int c = 0; c < soften.steps * W; c++)
-                    store_f32(now + c * W, load_f32(now + c * W) * scales[0][s->from + c]);
 #endif
-                if (args->softcap > 0)
-                    for (int c = 0; c < soften.steps * W; c++) {
-                        vf e = exp_(load_f32(now + c * W) * (2 * args->scaling / args->softcap));
-                        vf tanh = 1.f - 2.f / (e + 1.f);
-                        store_f32(now + c * W, tanh * (args->softcap / args->scaling));
-                    }
-                if (s->is_masked) {
-                    vi firsts, ends;
-                    memcpy(&firsts, first + r, sizeof firsts), memcpy(&ends, behind + r, sizeof ends);
-                    for (int32_t c = s->from; c < s->to; c++) {
-                        float *own_scores = now + (c - s->from) * W;
-                        const int32_t at = position + c;
-                        vi is_seen = (firsts <= at) & (ends > at) & ((vi){0} - (c >= begin && c < end));
-                        store_f32(own_scores, pick(is_seen, load_f32(own_scores), splat(-INFINITY)));
-                    }
-                }
-                float *own_sums = sums + r * value_dim;
-                softening again = soften;
-                if (is_first) raise_max(&soften, unit, own_sums, value_dim);
-                OVER(stage)(&score, &soften, &weigh, args);
-                if (soften.is_too_high && !is_first) {
-                    raise_max(&again, unit, own_sums, value_dim);
-                    OVER(stage)(&(scoring){0}, &again, &(weighing){0}, args);
-                    soften = again;
-                }
-                store_f32(maxima + r, soften.max), store_f32(totals + r, soften.total);
+                const int is_plain = !key_scales && args->softcap <= 0 && !s->is_masked;
+                if (!is_plain || is_first) write_tiles(&unwritten);
+#define FINISH(scores)                                                                                 \
+    if (!is_plain)                                                                                     \
+    OVER(finish_scores)(args, scores, s, position, begin, end, key_scales, first + r, behind + r)
+#define RAISE(scores)                                                                                  \
+    raise_max(scores, s->to - s->from, unit, maxima + r, totals + r, sums + r * value_dim, value_dim)
+                FINISH(scores);
+                if (is_first) RAISE(scores);
+                const vf before = load_f32(totals + r);
+                OVER(stage)(&score, &soften, &weigh, &unwritten, args);
+                if (!soften.is_too_high || is_first) continue;
+                // others lie where its scores were: make them again
+                const scoring once = {soften.steps, keys + s->from * lanes, queries + r * lanes, again};
+                store_f32(totals + r, before);
+                OVER(stage)(&once, &(softening){0}, &(weighing){0}, &unwritten, args);
+                write_tiles(&unwritten);
+                FINISH(again);
+                RAISE(again);
+                soften.scores = again;
+                OVER(stage)(&(scoring){0}, &soften, &(weighing){0}, &unwritten, args);
+#undef FINISH
+#undef RAISE
             }
         }
     }
-    end_attention_tiles();
+    write_tiles(&unwritten);
+    end_attention_tiles(settings);
 
     for (int64_t g = 0; g < groups; g++) {
         const vf total = load_f32(totals + g * W), share = work->pieces > 1 ? splat(1) : 1.f / total;
