@@ -100,11 +100,13 @@ def test_gated_activations_equal_torch(
         torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype]["rtol"], atol=1e-5)
 
 
-def test_activations_of_huge_and_missing_numbers(kernels: Kernels) -> None:
-    gate = torch.tensor([1e30, -1e30, 200.0, -200.0, float("nan"), 0.0] + [1.0] * 10)
-    out = torch.empty(1, 16)
-    kernels.silu_and_mul(torch.cat([gate, torch.ones(16)])[None], out)
-    torch.testing.assert_close(out[0], F.silu(gate), equal_nan=True, atol=1e-5, rtol=1e-6)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_activations_of_huge_and_missing_numbers(kernels: Kernels, dtype: torch.dtype) -> None:
+    gate = torch.tensor([1e30, -1e30, 200.0, -200.0, float("nan"), 0.0] + [1.0] * 10, dtype=dtype)
+    out = torch.empty(1, 16, dtype=dtype)
+    kernels.silu_and_mul(torch.cat([gate, torch.ones(16, dtype=dtype)])[None], out)
+    rtol = 1e-6 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(out[0], F.silu(gate), equal_nan=True, atol=1e-5, rtol=rtol)
 
 
 def rotated(x: Tensor, cos_sin: Tensor, weight: Tensor | None) -> Tensor:
