@@ -266,12 +266,13 @@ static int linear_more_rows(const linear *layer, const bf16 *x, char *y, int64_t
     const int64_t in = layer->in, panels = count_panels(layer);
     const int64_t size = layer->is_wide ? sizeof(float) : sizeof(bf16), stride = layer->out * size;
     const int64_t at_once = larger(BLOCK_NUMBERS / in / TILE_ROWS, 1) * TILE_ROWS;
-    const int64_t blocks = ceil_div(rows, at_once);
+    const int64_t least = ceil_div(rows, at_once);
     const bf16 *const weight = layer->weight;
     int status = DONE;
 #pragma omp parallel if (rows * in * layer->out >= PARALLEL_PRODUCTS_FROM)
     {
-        const int64_t threads = omp_get_num_threads();
+        const int64_t threads = omp_get_num_threads(), even = ceil_div(least, threads) * threads;
+        const int64_t blocks = 3 * even <= 4 * least ? even : least;  // as many for each thread
         const int64_t most = smaller(larger(GROUP_NUMBERS / (PANEL * in), 1), GROUP_PANELS);
         const int64_t share = ceil_div(panels * blocks, 4 * threads);
         const int64_t groups = ceil_div(panels, rows < MANY_ROWS ? 1 : smaller(most, share));
