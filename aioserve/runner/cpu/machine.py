@@ -98,7 +98,9 @@ logger = logging.getLogger(__name__)
 # are as fast (see below). Bursts of clients on two cores were seen at 0.38, neighbours from 0.42.
 TOLERATED = 0.9
 ENOUGH = 0.5  # seconds of steps to look at before a decision
-SAMPLE_EVERY = 0.001  # seconds, for each thread: to look at one takes 4 us of a step
+# Seconds, for each thread: to look at one takes 4 us of a step, and 10 once weights have passed
+# through the caches. Of long steps that follow each other, every other one is looked at.
+SAMPLE_EVERY = 0.001
 IDLE = 0.25  # cores that idle while steps compute: with less, no other process has left
 MIN_PAUSE, MAX_PAUSE = 4.0, 32.0  # seconds before all threads are tried although no core is idle
 
@@ -154,6 +156,7 @@ class ComputeThreads:
             return
         self._looked += look.time - self._look_began.time
         self._waited += look.waited - self._look_began.waited
+        self._next_look = max(self._next_look, now + (now - self._step_began) / 2)
         if max(self._looked, self._waited * self.count / TOLERATED) >= ENOUGH:
             self._decide(now)
             self._begin_period(now)

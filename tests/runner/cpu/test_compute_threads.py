@@ -18,6 +18,7 @@ from aioserve.runner.cpu.machine import (
     MAX_PAUSE,
     MIN_PAUSE,
     ComputeThreads,
+    Look,
     num_neighbours,
 )
 
@@ -139,6 +140,25 @@ def test_neighbours_are_counted_by_what_they_leave(count: int) -> None:
     for others in range(200):
         waiting = count - count * count / (count + others)
         assert num_neighbours(waiting, count) == others
+
+
+def test_every_other_step_is_looked_at_if_they_follow_each_other(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+    look = machine.threads._look
+
+    def note() -> Look | None:
+        looked.append(number)
+        return look()
+
+    monkeypatch.setattr(machine.threads, "_look", note)
+    for number in range(6):  # noqa: B007
+        machine.threads.begin_step()
+        machine.now += STEP
+        machine.threads.end_step()
+        machine.now += STEP / 100
+    assert looked == [0, 0, 2, 2, 4, 4]
 
 
 def test_threads_come_back_when_cores_idle(machine: Machine) -> None:
