@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -260,6 +261,8 @@ def test_a_step_with_the_arrays_of_the_last_one_has_the_numbers_of_a_new_one(see
         found = []
         for batch in (reusing, making):
             batch.apply(step)
+            if number % 7 == 0:  # a step may be prepared again
+                batch.prepare(step)
             found.append(batch.prepare(step))
         num_reused += found[0] is inputs
         num_other += found[0] is not inputs
@@ -273,6 +276,8 @@ def test_a_step_with_the_arrays_of_the_last_one_has_the_numbers_of_a_new_one(see
             used = min(-(-end // BLOCK_SIZE), width)
             assert (inputs.block_table[row, :used] == expected.block_table[row, :used]).all()
         sampled = np.array([chance.randrange(100) for _ in inputs.sampling], dtype=np.int64)
+        if number % 11 == 0:  # what was run again has arrays of its own
+            found[0] = replace(inputs)
         kept = [
             batch.append(own, sampled) for batch, own in zip((reusing, making), found, strict=True)
         ]

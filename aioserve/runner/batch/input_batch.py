@@ -195,6 +195,7 @@ _NONE = np.zeros(0, dtype=np.int64)
 NOT_ASKED = (None, "", ())
 
 SPARE_COLUMNS = 8  # of the block table of steps that repeat: blocks that their rows may still get
+FEW_ROWS = 16  # that repeat: of more, some begin a block in most steps
 
 
 class _RepeatedStep:
@@ -214,9 +215,14 @@ class _RepeatedStep:
         """
         self.parts = parts
         self.counts = counts  # of the scheduler: steps of the same rows share them
-        self.inputs = inputs
         self.token_base, self.block_base = bases
         self.num_tokens, self.block, self.offset, self.place = np.empty_like([inputs.rows] * 4)
+        #: [3, R], positions, lengths and slots: where each row has one token more, so have these.
+        self.numbers = np.stack([inputs.positions, inputs.seq_lens, inputs.slot_mapping])
+        positions, ends, slots = self.numbers
+        self.inputs = replace(inputs, positions=positions, seq_lens=ends, slot_mapping=slots)
+        self.is_entered = False  # whether `input_ids` are what was sampled behind `positions`
+        self.num_within = 0  # steps until a row of these few begins a block; 0: also not known
 
 
 class InputBatch:
@@ -397,19 +403,29 @@ class InputBatch:
         """
         inputs = repeated.inputs
         rows, positions, ends = inputs.rows, inputs.positions, inputs.seq_lens
-        # "clip" is quicker than "raise"; no index is outside
-        self._num_computed_tokens.take(rows, out=positions, mode="clip")
-        np.add(positions, 1, out=ends)
-        self._num_tokens.take(rows, out=repeated.num_tokens, mode="clip")
-        if ends.tobytes() != repeated.num_tokens.tobytes():  # `all` takes ten times as long
-            return False
         block, offset, place = repeated.block, repeated.offset, repeated.place
+        # "clip" is quicker than "raise"; no index is outside
+        self._num_computed_tokens.take(rows, out=place, mode="clip")
+        is_entered, repeated.is_entered = repeated.is_entered, False
+        if is_entered and place.tobytes() == ends.tobytes():  # `all` takes ten times as long
+            np.add(repeated.numbers, 1, out=repeated.numbers)
+            if repeated.num_within:
+                repeated.num_within -= 1
+                return True
+        else:
+            positions[:] = place
+            np.add(positions, 1, out=ends)
+            self._num_tokens.take(rows, out=repeated.num_tokens, mode="clip")
+            if ends.tobytes() != repeated.num_tokens.tobytes():
+                return False
+            np.add(repeated.token_base, positions, out=place)
+            inputs.input_ids[:] = self._token_ids.take(place)
         np.divmod(positions, self._block_size, out=(block, offset))
         np.add(repeated.block_base, block, out=place)
         np.multiply(self._block_table.take(place), self._block_size, out=place, dtype=np.int64)
         np.add(place, offset, out=inputs.slot_mapping)
-        np.add(repeated.token_base, positions, out=place)
-        inputs.input_ids[:] = self._token_ids.take(place)
+        if len(rows) <= FEW_ROWS:
+            repeated.num_within = self._block_size - 1 - max(offset.tolist())
         return True
 
     def pack(
@@ -510,6 +526,9 @@ class InputBatch:
                 rows, position = rows[inputs.sampling], position[inputs.sampling]
             self._token_ids[rows, position] = token_ids
             self._num_tokens[rows] = position + 1
+            if self._repeated is not None and self._repeated.inputs is inputs:
+                inputs.input_ids[:] = token_ids
+                self._repeated.is_entered = True
         for part in self.parts:
             if part.rows:
                 part.append(inputs.rows, kept, inputs.drafts)
