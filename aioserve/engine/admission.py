@@ -4,7 +4,6 @@ They wait as those in the queue do, and count as that, and so do the bytes of th
 how many there are; knows no order.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,65 +16,18 @@ from aioserve.engine.core import EngineCore
 from aioserve.engine.input_processor import InputProcessor
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.stream import Samples
-from aioserve.errors import EngineOverloadedError, KeyLimitError
+from aioserve.errors import EngineOverloadedError
 from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.support.parts import load
 
 if TYPE_CHECKING:
     from aioserve.engine.adapters import Adapters
+    from aioserve.engine.queue_shares import QueueShares
 
 
 # A client that is refused hears when to come again: not at once, and not so late that the server
 # idles when its load was a peak. Guesses.
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
-
-
-class QueueShares:
-    """The shares of the waiting queue that API keys have, and may have: no key fills it alone. A
-    sequence counts until a step has them for the first time; requests without a key have no share.
-    """
-
-    def __init__(self, config: EngineConfig) -> None:
-        share, scheduler = config.access.max_queue_share, config.scheduler
-        self._max_requests = max(1, int(share * scheduler.max_waiting_requests))
-        limit = scheduler.max_waiting_tokens
-        self._max_tokens = None if limit is None else max(1, int(share * limit))
-        self._num_requests: Counter[str] = Counter()
-        self._num_tokens: Counter[str] = Counter()
-
-    def check(self, spec: RequestSpec) -> None:
-        """Raises `KeyLimitError` if the key of the request has no room in the queue for all of its
-        samples.
-        """
-        name, n = spec.key_name, spec.sampling_params.n
-        if not name:
-            return
-        waiting = self._num_requests[name]
-        if waiting + n > self._max_requests:
-            raise KeyLimitError(
-                f"key {name!r} has {waiting} sequences waiting already, and {n} more would be over "
-                f"its share of the queue ({self._max_requests}, access.max_queue_share)"
-            )
-        tokens, more = self._num_tokens[name], n * len(spec.prompt_token_ids)
-        if self._max_tokens is not None and waiting and tokens + more > self._max_tokens:
-            raise KeyLimitError(
-                f"key {name!r} has {tokens} prompt tokens waiting already, and {more} more would "
-                f"be over its share of the queue ({self._max_tokens}, access.max_queue_share)"
-            )
-
-    def add(self, request: Request) -> None:
-        """Count a sequence that is in the queue now."""
-        if name := request.spec.key_name:
-            self._num_requests[name] += 1
-            self._num_tokens[name] += request.num_prompt_tokens
-
-    def leave(self, request: Request) -> None:
-        """A step has it for the first time, or it has ended before."""
-        if name := request.spec.key_name:
-            self._num_requests[name] -= 1
-            self._num_tokens[name] -= request.num_prompt_tokens
-            if not self._num_requests[name]:
-                del self._num_requests[name], self._num_tokens[name]
 
 
 class _Arrival(NamedTuple):
@@ -101,8 +53,7 @@ class Admission:
         core: EngineCore,
         metrics: EngineMetrics,
         clock: Clock,
-        image_memory_gib: float,
-        shares: QueueShares,
+        config: EngineConfig,
     ) -> None:
         """`adapters` is asked with the first request that has one."""
         self._input_processor = input_processor
@@ -110,14 +61,19 @@ class Admission:
         self._core = core
         self._metrics = metrics
         self._clock = clock
-        self._image_memory_gib = image_memory_gib
-        self._shares = shares
+        self._config = config
         self.num_arriving = 0  # requests that are arriving now
         self.num_tokens = 0  # a lower bound of their prompts' tokens
 
     @cached_property
     def _image_memory(self) -> Any:  # loaded with the first images
-        return load("media", "memory")(self._image_memory_gib)
+        return load("media", "memory")(self._config.images.image_memory_gib)
+
+    @cached_property
+    def _shares(self) -> "QueueShares":  # loaded with the first request that has a key
+        from aioserve.engine.queue_shares import QueueShares
+
+        return QueueShares(self._config)
 
     def counted(self, num_tokens: int) -> "_Arrival":
         """Count one more arriving request, of at least `num_tokens`, inside the block. Entering it
@@ -165,7 +121,8 @@ class Admission:
         """Into the queue; `register` is called with each sample, and its number, that is there.
         Raises what the scheduler raises, and `KeyLimitError` beyond the key's share of the queue.
         """
-        self._shares.check(spec)
+        if spec.key_name:
+            self._shares.check(spec)
         for index, own in enumerate(samples.specs(spec)):
             request = Request(own)
             self._core.add_request(request)
@@ -174,8 +131,14 @@ class Admission:
             except BaseException:
                 self._core.loop.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR)
                 raise
-            self._shares.add(request)
+            if spec.key_name:
+                self._shares.add(request)
         self._metrics.on_accepted(spec)
+
+    def left_queue(self, request: Request) -> None:
+        """Note that a step has a sequence for the first time, or that it has ended before."""
+        if request.spec.key_name:
+            self._shares.leave(request)
 
     def _estimate_wait(self) -> float:
         """Return seconds until today's queue is served, at the recent rate of prompt tokens."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from aioserve.engine.admission import Admission, QueueShares
+from aioserve.engine.admission import Admission
 from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
 from aioserve.engine.core import EngineCore, EngineLoop, OutputSink
 from aioserve.engine.input_processor import InputProcessor, PoolingValidator
@@ -210,12 +210,18 @@ class EngineBuilder:
         turns = None
         if config.shadow.shadow_policy is not None:
             turns = self.shadows.follow(loop, config, info, max_model_len)
+        thread = None
+        if config.runner.runner != "simulated":  # which takes none of a CPU's runner
+            from aioserve.runner.cpu.runner import OneThread
+
+            thread = OneThread("aioserve-template")
         input_processor = InputProcessor(
             self._model_info,
             max_model_len,
             config.runner.seed,
             self.runner.grammars,
             runner_info=info,
+            template_thread=thread,
         )
         pooling = PoolingValidator(self._model_info, info)
         tokenizer = None if config.model.skip_tokenizer_init else self._model_info.tokenizer
@@ -239,8 +245,6 @@ class EngineBuilder:
                 kv_cache, on_kv_event, lambda error: loop.log.log("on_kv_event", error)
             )
             loop.observers.subscribe(relay)
-        shares = QueueShares(config)
-        output_processor.left_queue = shares.leave
         delivery = OutputRouter(output_processor, clock)
         sink: OutputSink = delivery
         if kv_cache.connector is not None and config.cache.kv_connector == "disk":
@@ -248,6 +252,8 @@ class EngineBuilder:
             hold_back = load("engine", "held ends")
             sink = hold_back(delivery, kv_cache.connector, output_processor.reader_of, config.cache)
         core = EngineCore(loop, self.runner, sink, clock=clock)
+        arrivals = Admission(input_processor, lambda: self.adapters, core, metrics, clock, config)
+        output_processor.left_queue = arrivals.left_queue
         return EngineParts(
             info,
             core,
@@ -259,15 +265,7 @@ class EngineBuilder:
             relay,
             turns,
             self._request_log,
-            Admission(
-                input_processor,
-                lambda: self.adapters,
-                core,
-                metrics,
-                clock,
-                config.images.image_memory_gib,
-                shares,
-            ),
+            arrivals,
             delivery,
             tracing,
             output_processor.claims,

@@ -6,7 +6,7 @@ sampling parameters, its thinking budget, what it wants pooled. Knows nothing ab
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar, cast
@@ -125,6 +125,13 @@ class MediaProcessor(Protocol):
         """
 
 
+class CallThread(Protocol):
+    """A thread that hands results of calls to a loop quicker than executors do."""
+
+    def call(self, loop: asyncio.AbstractEventLoop, work: Callable[[], R], /) -> Awaitable[R]: ...
+    def shutdown(self, wait: bool = True) -> None: ...
+
+
 class InputProcessor:
     """Makes token ids and complete sampling parameters, or raises `RequestError`."""
 
@@ -136,8 +143,11 @@ class InputProcessor:
         grammars: OutputCompiler | None = None,
         *,
         runner_info: RunnerInfo,
+        template_thread: CallThread | None = None,
     ) -> None:
-        """`grammars` is what the runner masks by; None if it does not."""
+        """`grammars` is what the runner masks by; None if it does not. `template_thread`: for the
+        templates of short conversations; None: it has one of its own.
+        """
         self._grammars = grammars
         self._model_info, self._runner_info = model_info, runner_info
         self._marks_contents = model_info.config.content_special_tokens == "text"
@@ -167,6 +177,7 @@ class InputProcessor:
         # One thread: tokenizing beside the model's threads gains nothing from more. Images have
         # one of their own, so that no text waits for them, and so do templates of what is short.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-tokenizer")
+        self._template_thread = template_thread
         self._template_executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-template")
         self._image_executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-image")
 
@@ -327,8 +338,12 @@ class InputProcessor:
         )
         if is_long:
             return await self._run(True, self._render_and_encode, conversation, room)
-        loop, executor = asyncio.get_running_loop(), self._template_executor
-        rendered = await loop.run_in_executor(executor, self._render_short, conversation, room)
+        loop, thread = asyncio.get_running_loop(), self._template_thread
+        work = partial(self._render_short, conversation, room)
+        if thread is None:
+            rendered = await loop.run_in_executor(self._template_executor, work)
+        else:
+            rendered = await thread.call(loop, work)
         if isinstance(rendered, str):  # what the template says by itself is long
             return await self._run(True, self._encode, rendered, False)
         return rendered
@@ -360,6 +375,8 @@ class InputProcessor:
         """Let the threads end; requests that still wait for them are refused afterwards."""
         for executor in (self._executor, self._template_executor, self._image_executor):
             executor.shutdown(wait=False)
+        if self._template_thread is not None:
+            self._template_thread.shutdown(wait=False)
         if "_template" in self.__dict__:
             self._template.close()
 

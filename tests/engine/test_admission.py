@@ -34,9 +34,10 @@ def make_config(step_base_ms: float = 1.0, **scheduler: Any) -> EngineConfig:
     return EngineConfig(runner=runner, scheduler=SchedulerConfig(**scheduler))
 
 
-@pytest.fixture
-async def engine() -> AsyncIterator[AsyncEngine]:
-    async with AsyncEngine(make_config()) as engine:
+@pytest.fixture(params=["simulated", "cpu"])  # that of a CPU has another thread for templates
+async def engine(request: pytest.FixtureRequest) -> AsyncIterator[AsyncEngine]:
+    is_simulated = request.param == "simulated"
+    async with AsyncEngine(make_config() if is_simulated else EngineConfig()) as engine:
         yield engine
 
 
@@ -90,6 +91,38 @@ async def test_a_short_conversation_does_not_wait_for_the_template_of_a_long_one
     assert not long.done()
     go_on.set()
     (await long).close()
+
+
+async def test_a_conversation_whose_reader_leaves_while_it_is_rendered_leaves_nothing(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendering, go_on, render = threading.Event(), threading.Event(), ChatTemplate.render
+
+    def wait(template: ChatTemplate, conversation: Conversation) -> str:
+        rendering.set()
+        assert go_on.wait(PATIENCE)
+        return render(template, conversation)
+
+    monkeypatch.setattr(ChatTemplate, "render", wait)
+    leaving = asyncio.create_task(engine.add_request(chat("Hello"), SHORT, request_id="a"))
+    assert await asyncio.to_thread(rendering.wait, PATIENCE)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    assert (await engine.abort("a"), engine.inspect().num_arriving) == (False, 0)
+    go_on.set()
+    (await engine.add_request(chat("Hello"), SHORT, request_id="a")).close()
+
+
+async def test_the_threads_that_render_end_with_their_engine() -> None:
+    def rendering() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if "aioserve-template" in each.name]
+
+    known = rendering()
+    async with AsyncEngine(EngineConfig()) as engine:
+        (await engine.add_request(chat("Hello"), SHORT)).close()
+        [own] = set(rendering()) - {*known}
+    own.join(PATIENCE)
+    assert not own.is_alive()
 
 
 async def test_a_full_queue_refuses_before_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
