@@ -19,7 +19,11 @@
 #define MULTIPLY multiply_pairs
 #else
 #define STEP 1
+#if W == 8
+#define EXP2(x) (sizeof(T) == 2 ? exp2_rough(x) : exp2_(x))
+#else
 #define EXP2 exp2_
+#endif
 #define MULTIPLY multiply_floats
 #endif
 #define MOST_ROWS (MAX_ROWS > DIRECT_ROWS ? MAX_ROWS : DIRECT_ROWS)

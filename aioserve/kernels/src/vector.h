@@ -36,6 +36,8 @@ INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask &
 INLINE vf maximum(vf a, vf b) {  // b where a is NaN
 #if W == 16
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif W == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     return pick(a > b, a, b);
 #endif
@@ -54,13 +56,33 @@ INLINE vf multiply_add(vf a, vf b, vf sum) {
 #endif
 }
 
+// The same two, in the order in which they are written: where there are 16 registers for them, gcc 12
+// would load early, and keep sums in memory.
+#if W == 8
+#define IN_ORDER __asm__ volatile
+INLINE vf splat_in_order(const float *p) {
+    vf v;
+    IN_ORDER("vbroadcastss %1, %0" : "=x"(v) : "m"(*p));
+    return v;
+}
+INLINE vf add_in_order(vf a, vf b, vf sum) {
+    IN_ORDER("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+}
+#else
+#define splat_in_order splat_bits
+#define add_in_order multiply_add
+#endif
+
 INLINE vf load_f32(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store_f32(float *p, vf v) { memcpy(p, &v, sizeof v); }
 
-// 16 bits to 32, and the low 16 back. By hand for 16 lanes: gcc 12 would convert two halves.
+// 16 bits to 32, and the low 16 back. By hand for 8 lanes and more: gcc 12 would convert two halves.
 INLINE vu widen(vh h) {
 #if W == 16
     return (vu)_mm512_cvtepu16_epi32((__m256i)h);
+#elif W == 8
+    return (vu)_mm256_cvtepu16_epi32((__m128i)h);
 #else
     return __builtin_convertvector(h, vu);
 #endif
@@ -205,6 +227,10 @@ INLINE float sum(vf v) {
 INLINE float highest(vf v) {
 #if W == 16
     return _mm512_reduce_max_ps((__m512)v);
+#elif W == 8
+    __m128 top = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    top = _mm_max_ps(top, _mm_movehl_ps(top, top));
+    return _mm_cvtss_f32(_mm_max_ss(top, _mm_movehdup_ps(top)));
 #else
     float top = v[0];
     for (int i = 1; i < W; i++) top = v[i] > top ? v[i] : top;
@@ -272,7 +298,7 @@ INLINE vf exp2_(vf x) {
 // The same to 3e-6 relative, for what is rounded to bfloat16 next.
 INLINE vf exp2_rough(vf x) {
     x = maximum(x, splat(-150.f));
-    vf n = x + ROUNDER - ROUNDER, r = x - n, p = splat(9.570097e-3f);  // minimax
+    vf rounded = x + ROUNDER, n = rounded - ROUNDER, r = x - n, p = splat(9.570097e-3f);  // minimax
     p = p * r + 5.591786e-2f;
     p = p * r + 2.402474e-1f;
     p = p * r + 6.931218e-1f;
@@ -280,7 +306,7 @@ INLINE vf exp2_rough(vf x) {
 #if W == 16
     return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-    return (vf)((x >= -126.f) & ((vi)p + ((vi)(n + ROUNDER) << 23)));
+    return (vf)((x >= -126.f) & ((vi)p + ((vi)rounded << 23)));
 #endif
 }
 
