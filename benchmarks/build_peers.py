@@ -2,7 +2,7 @@
 
     python benchmarks/build_peers.py                    # make bench-peers does
     python benchmarks/build_peers.py llama.cpp vllm     # these alone
-    python benchmarks/build_peers.py llama.cpp-avx2     # for peers.py --held avx2
+    python benchmarks/build_peers.py llama.cpp-avx2 hold-avx2     # for peers.py --held avx2
 
 llama.cpp is compiled for this CPU from the source in the sdist of its Python package; vLLM's CPU
 build and OpenVINO GenAI are installed, each with a virtual environment of its own, all in
@@ -39,6 +39,7 @@ FILES = {BFLOAT16: MODELS / "BF16.gguf", "Q8_0": MODELS / "Q8_0.gguf", "Q4_0": M
 HALF = MODELS / "F16.gguf"  # for OpenVINO, which reads no BF16 and computes in bfloat16
 DIRECTORY = MODELS / "directory"  # the weights of BF16.gguf for those that read no GGUF
 SMOLLM2 = ROOT / "models" / "test" / "smollm2"  # the Q4_1 file unpacked, for vLLM
+HOLD = PEERS / "hold-avx2" / "hold_avx2.so"
 SEATS = 64
 SLOT_TOKENS = 2176  # of a slot of llama.cpp: W3 has 2,064
 MODEL_TOKENS = 8192
@@ -98,7 +99,7 @@ def servers(*, is_held: bool = False) -> list[Peer]:
     ]
     found.append(ours("ours-bfloat16-int8-cache", INT8_CACHE, BFLOAT16, kv_cache_dtype="int8"))
     found += [llama_cpp(weights, PEERS / f"llama.cpp{'-avx2' * is_held}") for weights in FILES]
-    return [*found, vllm(is_held), *openvino()]
+    return [*found, vllm(is_held), *openvino(is_held)]
 
 
 def ours(
@@ -151,15 +152,20 @@ def vllm(is_held: bool = False) -> Peer:
     return Peer("vllm", label, BFLOAT16, tuple(words), needs, tuple(environment.items()))
 
 
-def openvino() -> list[Peer]:
-    """OpenVINO GenAI behind `openvino_server.py`: its packages bring no server."""
+def openvino(is_held: bool = False) -> list[Peer]:
+    """OpenVINO GenAI behind `openvino_server.py`: its packages bring no server. What makes
+    its products in float32 asks the CPU itself, so `hold_avx2.c` holds it.
+    """
     python = PEERS / "openvino" / "bin" / "python"
     script = str(Path(__file__).with_name("openvino_server.py"))
     found = []
     for weights, file in (FILES | {BFLOAT16: HALF}).items():
         words = (str(python), script, str(file), "--port", "{port}")
-        needs = (python, file)
-        found.append(Peer(f"openvino-{weights}", "OpenVINO GenAI", weights, words, needs))
+        needs = (python, file, *[HOLD] * is_held)
+        environment = (("LD_PRELOAD", str(HOLD)),) * is_held
+        found.append(
+            Peer(f"openvino-{weights}", "OpenVINO GenAI", weights, words, needs, environment)
+        )
     return found
 
 
@@ -199,6 +205,13 @@ def build_openvino(folder: Path) -> None:
     _pip(folder / "bin" / "python", "install", "--no-compile", OPENVINO, "aiohttp")
 
 
+def build_hold(folder: Path) -> None:
+    """What hides instruction sets from a program."""
+    folder.mkdir(exist_ok=True)
+    source = Path(__file__).with_name("hold_avx2.c")
+    _run("cc", "-O2", "-shared", "-fPIC", source, "-o", folder / HOLD.name)
+
+
 BUILDS: dict[str, Callable[[Path], None]] = {
     "llama.cpp": build_llama_cpp,
     "vllm": build_vllm,
@@ -207,8 +220,9 @@ BUILDS: dict[str, Callable[[Path], None]] = {
     "llama.cpp-avx2": partial(
         build_llama_cpp, programs=["llama-server"], switches=["GGML_NATIVE=OFF"]
     ),
+    "hold-avx2": build_hold,
 }
-ON_DEMAND = {"llama.cpp-avx2"}  # built if it is named
+ON_DEMAND = {"llama.cpp-avx2", "hold-avx2"}  # built if they are named
 
 
 def _pip(python: Path | str, *words: str) -> None:

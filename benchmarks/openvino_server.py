@@ -1,10 +1,12 @@
 """A server around OpenVINO GenAI's continuous batching, for `peers.py`: completions alone.
 
     .venv/peers/openvino/bin/python benchmarks/openvino_server.py model.gguf --port 8000
+    .venv/peers/openvino/bin/python benchmarks/openvino_server.py model.gguf --threads 1 --costs
 
 Runs in an environment of its own, which has `openvino-genai` and `aiohttp`. Prompts are token ids,
 and the text of a token is its number: nothing is detokenized, which is to this server's advantage.
 One thread adds requests and computes steps, and tells the event loop of the tokens of each.
+`--costs` serves nothing: it prints the least processor time of steps, whatever else runs.
 """
 
 import argparse
@@ -12,7 +14,9 @@ import asyncio
 import itertools
 import json
 import queue
+import random
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -47,8 +51,23 @@ class Worker(threading.Thread):
                 self._add(*self._asked.get())
             while not self._asked.empty():
                 self._add(*self._asked.get())
-            self._pipeline.step()
-            self._handles = [entry for entry in self._handles if self._read(*entry)]
+            self._step()
+
+    def _step(self) -> None:
+        self._pipeline.step()
+        self._handles = [entry for entry in self._handles if self._read(*entry)]
+
+    def costs(self, streams: int, num_tokens: int) -> list[float]:
+        """Return the processor seconds of the steps that serve all of `streams` random prompts."""
+        for _ in range(streams):
+            self._add([random.randrange(16, 49000) for _ in range(num_tokens)], 16, lambda _: None)
+        found = []
+        while self._handles:
+            began, count = time.process_time(), len(self._handles)
+            self._step()
+            if count == streams:
+                found.append(time.process_time() - began)
+        return found
 
     def _add(self, prompt: list[int], num_tokens: int, tell: Any) -> None:
         config = openvino_genai.GenerationConfig()
@@ -114,7 +133,14 @@ def main() -> None:
     parser.add_argument("model", help="a GGUF file")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--costs", action="store_true")
     args = parser.parse_args()
+    if args.costs:
+        worker = Worker(args.model, args.threads)
+        prompts = [worker.costs(1, 2048)[0] for _ in range(3)]
+        print(f"prompt of 2,048: {min(prompts):.2f} s")
+        print(f"16 decodes at 512: {1e3 * min(worker.costs(16, 512)):.1f} ms")
+        return
     app = web.Application()
     app["name"], app["worker"] = args.model, Worker(args.model, args.threads)
     app["worker"].start()

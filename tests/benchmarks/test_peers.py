@@ -1,6 +1,9 @@
 """What peers.py asks of servers: prompts that fit, floors beside them, one instruction set."""
 
+import os
+import platform
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,10 +11,12 @@ import msgspec
 import peers
 import pytest
 import torch
-from build_peers import BFLOAT16, FILES, PEERS, Peer, servers
+from build_peers import BFLOAT16, FILES, HOLD, PEERS, Peer, build_hold, servers
 from harness import LoadShape
 from make_model import make_model
 from peers import FLOOR, PROMPTS, Cell, Results, Settings, Visit, begin, command, peer_loads
+
+from aioserve.kernels.library import cpu_flags
 
 BENCHMARKS = Path(peers.__file__).parent
 
@@ -67,9 +72,30 @@ def test_what_is_held_says_so_and_has_no_column_that_was_not_measured(tmp_path: 
 def test_servers_that_no_variable_holds_are_others() -> None:
     free, held = ({peer.key: peer for peer in servers(is_held=is_held)} for is_held in (0, 1))
     changed = {key for key in free if free[key] != held[key]}
-    assert changed == {"vllm", *(f"llama.cpp-{weights}" for weights in FILES)}
+    assert changed == {
+        "vllm",
+        *(f"{peer}-{own}" for peer in ("llama.cpp", "openvino") for own in FILES),
+    }
+    assert dict(held["openvino-Q4_0"].environment) == {"LD_PRELOAD": str(HOLD)}
+    assert HOLD in held["openvino-Q4_0"].needs
     assert held["llama.cpp-Q4_0"].words[0] == str(PEERS / "llama.cpp-avx2" / "llama-server")
     assert held["vllm"].words[1] == str(BENCHMARKS / "vllm_avx2.py")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="asks an x86 CPU")
+def test_a_program_that_asks_the_cpu_itself_sees_no_more_than_avx2(tmp_path: Path) -> None:
+    build_hold(tmp_path)
+    asks = "import aioserve.kernels.library as library; print(*library.cpu_flags())"
+    environment = {**os.environ, "LD_PRELOAD": str(tmp_path / HOLD.name)}
+    done = subprocess.run(
+        [sys.executable, "-c", asks], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode == 77:  # on purpose: it would not be held
+        assert "cannot hide" in done.stderr
+        pytest.skip("this CPU cannot hide what it has")
+    found = set(done.stdout.split())
+    assert found == {flag for flag in cpu_flags() if not flag.startswith(("avx512", "amx", "avx_"))}
+    assert "avx2" in found
 
 
 def test_vllm_is_told_of_no_more_than_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
