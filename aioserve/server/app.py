@@ -23,7 +23,7 @@ from aioserve.engine.builder import check_policies
 from aioserve.engine.chat.chat_format import ChatFormat, check_formats, say_format
 from aioserve.errors import ConfigError
 from aioserve.server.access.access import ACCESS, Access, MainAccess
-from aioserve.server.access.connections import Connections, Site, allow_connections, tell_connection
+from aioserve.server.access.connections import Connections, Site, allow_connections
 from aioserve.server.access.gate import check_key
 from aioserve.server.access.origins import HOSTS, Hosts, check_caller, check_exposure
 from aioserve.server.images import IMAGES, Images
@@ -33,8 +33,7 @@ from aioserve.server.middleware import (
     HttpCounts,
     add_request_id,
     answer_errors,
-    count_answers,
-    log_requests,
+    note_requests,
     say_when_to_come_again,
 )
 from aioserve.server.process import Signals, notify, tell_that_the_loop_turns
@@ -104,7 +103,7 @@ def build_app(
     max_bytes = max_body_mib(engine) * 2**20
     app = web.Application(
         middlewares=[
-            *(tell_connection, count_answers, log_requests, answer_errors, check_caller),
+            *(note_requests, answer_errors, check_caller),
             *cors,
             check_key,
         ],

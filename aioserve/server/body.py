@@ -64,9 +64,9 @@ class BodyDecoder(Generic[T]):
         name, bases = request_type.__name__, (request_type,)
         self._type: type[T] = msgspec.defstruct(name, fields, bases=bases, kw_only=True)  # type: ignore[assignment]
         self._decoder = msgspec.json.Decoder(self._type)
-        self._get_unserved = _values_of(*self.unserved)
+        self._get_unserved = values_of(*self.unserved)
         self._nothing = (None,) * len(self.unserved)
-        self._get_skipped = _values_of(*self.skipped)
+        self._get_skipped = values_of(*self.skipped)
         self._none_skipped = (None,) * len(self.skipped)
 
     def decode(self, body: bytes | bytearray, *, ignore_unknown: bool = False) -> T:
@@ -150,7 +150,7 @@ def decode_query(query: Mapping[str, str], query_type: type[T]) -> T:
         raise RequestError(str(error), param=_path(str(error))) from error
 
 
-def _values_of(*names: str) -> Callable[[Any], tuple[Any, ...]]:
+def values_of(*names: str) -> Callable[[Any], tuple[Any, ...]]:
     """Return what gets these attributes as a tuple; of fewer than two, the quick way would make
     none.
     """
@@ -177,7 +177,7 @@ def _all_but(
 ) -> tuple[list[str], Callable[[Any], tuple[Any, ...]]]:
     """Return the other fields of a part, and what gets their values."""
     others = [name for name in part.__struct_fields__ if name not in names]
-    return others, _values_of(*others)
+    return others, values_of(*others)
 
 
 def check_stream_options(request: GenerationRequest) -> None:

@@ -71,30 +71,24 @@ HTTP_COUNTS = web.AppKey("HTTP_COUNTS", HttpCounts)
 
 
 @web.middleware
-async def count_answers(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A stream counts when it ends, with the status that it began with."""
-    counts = request.app[HTTP_COUNTS]
-    try:
-        response = await handler(request)
-    except (asyncio.CancelledError, ConnectionError):
-        counts.add(request, LEFT)
-        raise
-    counts.add(request, str(response.status))
-    return response
-
-
-@web.middleware
-async def log_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return one line for what was refused or failed; the engine logs what it served."""
-    start = time.perf_counter()
+async def note_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Return the answer, as the first middleware of all. The connection hears that its request is
+    answered; a line tells what was refused or failed, as the engine logs what it served; and the
+    answer is counted, a stream when it ends, with the status that it began with.
+    """
+    if isinstance(request.protocol, Connection):
+        request.protocol.begin(request.content)
+    counts, start = request.app[HTTP_COUNTS], time.perf_counter()
     try:
         response = await handler(request)
     except (asyncio.CancelledError, ConnectionError):
         _log(logging.DEBUG, request, "the client left", start)
+        counts.add(request, LEFT)
         raise
     # A caller's own id is worth a line, because only this one ties it to the engine's.
     is_news = response.status >= 400 or _given_request_id(request) is not None
     _log(logging.INFO if is_news else logging.DEBUG, request, f"HTTP {response.status}", start)
+    counts.add(request, str(response.status))
     return response
 
 

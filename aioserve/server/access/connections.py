@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, cast
 import msgspec
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
-from aiohttp.typedefs import Handler
 
 from aioserve.config import AccessConfig
 from aioserve.server.access.access import Refusals
@@ -493,14 +492,6 @@ class Connection(web.RequestHandler):
         if self.transport is not None:
             self.transport.write(refusal.whole())
         asyncio.get_running_loop().call_later(LINGER_SECONDS, self.force_close)
-
-
-@web.middleware
-async def tell_connection(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return the first of all: the connection of a request hears that it is answered."""
-    if isinstance(request.protocol, Connection):
-        request.protocol.begin(request.content)
-    return await handler(request)
 
 
 # Where an application listens: a bound socket, plain or encrypted, with a limit on connections.

@@ -18,6 +18,7 @@ from aioserve.errors import ForbiddenError, RequestError, UnknownKeyError
 from aioserve.server.access.access import ACCESS
 from aioserve.server.access.keys import Claim, Key, Leave
 from aioserve.server.access.origins import check_page, is_near
+from aioserve.server.body import values_of
 from aioserve.server.errors import TIMEOUT_HEADER, FarLookerError, style_of
 from aioserve.server.fields import CACHED_FOR, HEADERS, HEADERS_IN_MS, LABELS, MAPS
 from aioserve.server.images import Shown
@@ -219,14 +220,13 @@ def may_hint(request: web.Request, body: Any, noted: Collection[object]) -> bool
     keys of what is noted on it.
     """
     kind: Any = type(body)
-    for name in _hint_fields(kind):
-        if getattr(body, name) is not None:
-            return True
-    has_none = _ALL_HEADERS.isdisjoint(map(str.lower, request.headers))
-    return not (has_none and _NOTED.isdisjoint(noted))
+    get_values, nothing = _hint_values(kind)
+    says_none = get_values(body) == nothing and _NOTED.isdisjoint(noted)
+    return not (says_none and _ALL_HEADERS.isdisjoint(map(str.lower, request.headers)))
 
 
 @cache
-def _hint_fields(kind: Any) -> list[str]:
+def _hint_values(kind: Any) -> tuple[Callable[[Any], tuple[Any, ...]], tuple[None, ...]]:
     names = [*MAPS, "nvext", "metadata", *sum(LABELS.values(), ())]
-    return [name for name in names if hasattr(kind, name)]
+    known = [name for name in names if hasattr(kind, name)]
+    return values_of(*known), (None,) * len(known)
