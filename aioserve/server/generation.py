@@ -175,8 +175,7 @@ class EventStream:
     async def _begun(self) -> web.StreamResponse:
         """Return the response, to which all that is held was written."""
         if self._response is None:
-            is_chunked = self._request.version >= HttpVersion11
-            make = _Chunked if is_chunked else web.StreamResponse
+            make = _Chunked if self._request.version >= HttpVersion11 else web.StreamResponse
             self._response = make(headers=self._headers)
             await self._response.prepare(self._request)
         if self._held:
@@ -427,35 +426,25 @@ async def respond(
     async with entered(
         request, lambda: _claim(reply.id, prompts, params, engine.max_model_len)
     ) as leave:
-        with app[RUNNING].enter(reply.id, ids, owner_of(request)) as response:
-            try:
-                for request_id, prompt in zip(ids, prompts, strict=True):
-                    stream = await engine.add_request(
-                        await prompt.bring(engine) if isinstance(prompt, Shown) else prompt,
-                        params,
-                        request_id=request_id,
-                        adapter=reply.model,
-                        **fields,
-                    )
-                    streams.append(stream)
-                    if response.is_aborted:  # while another prompt was being tokenized
-                        engine.abort_now(request_id)
-                reply.prompts = [stream.prompt_token_ids for stream in streams]
-                await reply.begin()
-                if body.stream:
-                    return await _stream(request, streams, params, reply, leave)
-                return await _collect(streams, params.n, reply, wanted)
-            finally:
-                _close(streams)
-
-
-def _close(streams: Sequence[RequestStream]) -> None:
-    """Close all of them, whatever one raises."""
-    if len(streams) == 1:
-        return streams[0].close()
-    with ExitStack() as stack:
-        for stream in streams:
-            stack.callback(stream.close)
+        running = app[RUNNING].enter(reply.id, ids, owner_of(request))
+        with running as response, ExitStack() as closing:
+            for request_id, prompt in zip(ids, prompts, strict=True):
+                stream = await engine.add_request(
+                    await prompt.bring(engine) if isinstance(prompt, Shown) else prompt,
+                    params,
+                    request_id=request_id,
+                    adapter=reply.model,
+                    **fields,
+                )
+                closing.callback(stream.close)
+                streams.append(stream)
+                if response.is_aborted:  # while another prompt was being tokenized
+                    engine.abort_now(request_id)
+            reply.prompts = [stream.prompt_token_ids for stream in streams]
+            await reply.begin()
+            if body.stream:
+                return await _stream(request, streams, params, reply, leave)
+            return await _collect(streams, params.n, reply, wanted)
 
 
 def _log_passed_over(request: web.Request, request_id: str) -> None:
