@@ -8,10 +8,10 @@ what the numbers of a draw mean is defined in `runner.batch.sampling_columns`.
 import ctypes
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from aioserve.kernels.library import SOURCES, VARIANTS, extension
 logger = logging.getLogger(__name__)
 
 _P, _I = ctypes.c_void_p, ctypes.c_int64
+_number_in: Callable[[Any], ctypes.c_int64] = ctypes.c_int64.from_buffer
 _SOURCES = (SOURCES / "vector.h", SOURCES / "tokens" / "choose_tokens.c")
 #: Best first; setup.py compiles each.
 TOKEN_VARIANTS = ("avx512", "avx2", "baseline")
@@ -103,10 +104,10 @@ class TokenChooser:
                 zeros, columns = self._greedy = _greedy_rows(rows)
         else:
             columns = draws
-        memory = (_I * (3 * rows + 1))()  # all in one piece
-        address = ctypes.addressof(memory)
+        # In one piece of memory, of which the buffer says sooner than `ctypes.data` where it lies.
+        found = np.empty(3 * rows + 1, dtype=np.int64)
+        address = ctypes.addressof(_number_in(found))
         told = self._choose(*known, *columns, address, address + 8 * rows, address + 16 * rows)
-        found = np.frombuffer(memoryview(memory), dtype=np.int64)
         best = found[rows : 2 * rows].view(np.float32)[:rows] if told & 2 else None
         is_open = found[2 * rows :].view(np.bool_)[:rows] if told & 1 else None
         return ChosenTokens(found[:rows], best, is_open)

@@ -411,8 +411,7 @@ async def respond(
     check_id(reply.id)
     request[RESPONSE_ID] = reply.id
     _log_passed_over(request, reply.id)
-    app = request.app
-    engine = app[ENGINE]
+    engine = request.app[ENGINE]
     if not body.stream:  # no client reads a delta: none is made
         params = params.with_checked(output_kind="final_only")
     ids = [reply.id] if len(prompts) == 1 else [f"{reply.id}-{i}" for i in range(len(prompts))]
@@ -426,7 +425,7 @@ async def respond(
     async with entered(
         request, lambda: _claim(reply.id, prompts, params, engine.max_model_len)
     ) as leave:
-        running = app[RUNNING].enter(reply.id, ids, owner_of(request))
+        running = request.app[RUNNING].enter(reply.id, ids, owner_of(request))
         with running as response, ExitStack() as closing:
             for request_id, prompt in zip(ids, prompts, strict=True):
                 stream = await engine.add_request(
