@@ -43,8 +43,9 @@ HOLD = PEERS / "hold-avx2" / "hold_avx2.so"
 SEATS = 64
 SLOT_TOKENS = 2176  # of a slot of llama.cpp: W3 has 2,064
 MODEL_TOKENS = 8192
-#: What keeps aioserve, torch, MKL, numpy, oneDNN and OpenVINO from more than AVX2 on a CPU that has
-#: more. llama.cpp is compiled anew for that, and vLLM started by `vllm_avx2.py`.
+#: What keeps aioserve, torch, MKL, numpy, oneDNN and OpenVINO's own code from more than AVX2 on a
+#: CPU that has more. llama.cpp is compiled anew for that, vLLM started by `vllm_avx2.py`, and
+#: OpenVINO's libraries, which ask the CPU themselves, get their answer from `hold_avx2.c`.
 HELD = {
     "AIOSERVE_KERNELS": "avx2",
     "ATEN_CPU_CAPABILITY": "avx2",
@@ -79,7 +80,11 @@ class Peer(NamedTuple):
     @property
     def missing(self) -> str | None:
         """What it lacks to be started, or None."""
-        return next((f"{path} is not there" for path in self.needs if not path.exists()), None)
+        path = next((path for path in self.needs if not path.exists()), None)
+        if path is None:
+            return None
+        built = f" (python benchmarks/build_peers.py {HOLD.parent.name} makes it)"
+        return f"{path} is not there{built * (path == HOLD)}"
 
     @property
     def options(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 // Loaded before a program (LD_PRELOAD), hides what a CPU has beyond AVX2 from it: for libraries that ask
 // the CPU itself, whatever variables say. The instruction `cpuid` then ends in a signal, whose handler
-// answers without AVX-VNNI, AVX-512 and AMX. Needs Linux on a CPU with the flag `cpuid_fault`; elsewhere the
-// program ends at once. What the C library chose before, to copy memory, stays.
+// answers without AVX-VNNI, AVX-512 and AMX. It is compiled on Linux and x86-64; on a CPU without the flag
+// `cpuid_fault` the program ends at once. A program that handles SIGSEGV itself ends as well, with its
+// first `cpuid`. What the C library chose before, to copy memory, stays.
 #define _GNU_SOURCE
 #include <asm/prctl.h>
 #include <cpuid.h>

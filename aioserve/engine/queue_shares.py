@@ -12,7 +12,7 @@ from aioserve.request import Request, RequestSpec
 
 class QueueShares:
     """The shares of the waiting queue that API keys have, and may have: no key fills it alone. A
-    sequence counts until a step has them for the first time; requests without a key have no share.
+    sequence counts until a step has it for the first time; requests without a key have no share.
     """
 
     def __init__(self, config: EngineConfig) -> None:

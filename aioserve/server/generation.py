@@ -175,7 +175,7 @@ class EventStream:
     async def _begun(self) -> web.StreamResponse:
         """Return the response, to which all that is held was written."""
         if self._response is None:
-            make = _Chunked if self._request.version >= HttpVersion11 else web.StreamResponse
+            make = _Chunked if self._request.version == HttpVersion11 else web.StreamResponse
             self._response = make(headers=self._headers)
             await self._response.prepare(self._request)
         if self._held:

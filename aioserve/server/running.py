@@ -84,7 +84,7 @@ class RunningResponses:
             self._owners[own_id] = response.owner
 
     def discard(self, response: RunningResponse) -> None:
-        """Give its ids back."""
+        """Give the ids of a response back."""
         del self._running[response.response_id]
         for own_id in response.own_ids:
             del self._owners[own_id]

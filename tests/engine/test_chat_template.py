@@ -277,13 +277,13 @@ def test_a_template_does_not_fill_the_memory(render, source):
     assert render("{{ messages[0].content }}") == "Hi"
 
 
-@pytest.mark.usefixtures("own_processes")
 def test_the_server_and_what_renders_speak_the_same_words():
     for name in ("HEAD", "RENDER", "NAMES", "TEXT", "REFUSAL", "TOO_LONG"):
         ours, theirs = getattr(template_renderer, name), getattr(template_process, name)
         assert getattr(ours, "format", ours) == getattr(theirs, "format", theirs), name
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_what_renders_is_started_again_when_it_was_ended(tokenizer, render):
     own, before = ChatTemplate(tokenizer), set(psutil.Process().children())
     assert render("{{ messages[0].content }}", by=own) == "Hi"

@@ -184,7 +184,7 @@ class Connection(BaseProtocol):
     peername = sockname = ssl_context = None
 
 
-def make_stream(*, is_shared: bool = False, version: int = 1) -> tuple[EventStream, Pipe]:
+def make_stream(*, is_shared: bool = False, version: str = "1.1") -> tuple[EventStream, Pipe]:
     """Return a stream of which nothing was sent yet, and the pipe."""
     pipe = Pipe()
     pipe.protocol = protocol = Connection(asyncio.get_running_loop())
@@ -192,7 +192,7 @@ def make_stream(*, is_shared: bool = False, version: int = 1) -> tuple[EventStre
     writer = StreamWriter(protocol, asyncio.get_running_loop())
     request = make_mocked_request(
         *("POST", "/"),
-        version=HttpVersion(1, version),
+        version=HttpVersion(*map(int, version.split("."))),
         transport=pipe,
         protocol=protocol,
         writer=writer,
@@ -200,13 +200,22 @@ def make_stream(*, is_shared: bool = False, version: int = 1) -> tuple[EventStre
     return EventStream(request, is_shared=is_shared), pipe
 
 
-async def begun(*, is_shared: bool = False, version: int = 1) -> tuple[EventStream, Pipe]:
+async def begun(*, is_shared: bool = False, version: str = "1.1") -> tuple[EventStream, Pipe]:
     """Return a stream whose first event was sent, and the pipe, which is empty."""
     stream, pipe = make_stream(is_shared=is_shared, version=version)
     assert stream.text_writer(b"", b"") is None  # no client knows yet how it is framed
     await stream.send(b"data: 1\n\n")
     pipe.writes.clear()
     return stream, pipe
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1", "2.0"])
+async def test_the_head_comes_before_the_first_event_in_every_version(version):
+    stream, pipe = make_stream(version=version)
+    await stream.send(b"data: 1\n\n")
+    head, _, body = b"".join(pipe.writes).partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/{version} 200 OK".encode())
+    assert b"data: 1\n\n" in body
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), st.integers(0, 9))
@@ -239,7 +248,7 @@ async def test_a_text_writer_stops_at_a_full_socket_and_behind_the_end():
     pipe.writes.clear()
     assert not take("x")
     assert pipe.writes == []
-    stream, _ = await begun(version=0)  # without chunks
+    stream, _ = await begun(version="1.0")  # without chunks
     assert stream.text_writer(b"", b"") is None
 
 

@@ -51,8 +51,8 @@ typedef struct {
     int64_t rows;  // of the product
 } maxima;
 
-// Of `rows` rows and the outputs [column, column + count), a multiple of NOTED but at the end, which lie
-// in a cache yet.
+// Of `rows` rows and the outputs [column, column + count), a multiple of NOTED but at the end, which still
+// lie in a cache.
 static void note_maxima(maxima all, int64_t row, int64_t rows, int64_t column, int64_t count,
                         const float *outputs, int64_t stride) {
     for (; all.to && count > 0; column += NOTED, outputs += NOTED, count -= NOTED) {

@@ -27,7 +27,7 @@ const int64_t bytes_up_to = INT64_MAX;
 #endif
 
 #ifdef SOURCES_DIGEST
-const char sources_digest[] = SOURCES_DIGEST;  // see ../sources.py
+const char sources_digest[] = SOURCES_DIGEST;  // see ../library.py
 #endif
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)

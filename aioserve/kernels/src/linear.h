@@ -1,10 +1,10 @@
 // Products with a weight that never changes. Included once per element type: T, LOAD, LOAD_PART,
 // STORE, DEPTH, NAME. Numbers of two bytes are widened to float32: in registers for few rows, once
-// into a buffer for many. Each output is one float32 sum over the inputs in their order, whatever
+// into a buffer for more. Each output is one float32 sum over the inputs in their order, whatever
 // the number of rows: no result depends on other rows or on threads.
 
 #ifndef BLOCK
-#define BLOCK (W == 16 ? 128 : 288)  // most inputs at a time: of a panel 8 to 36 KiB, widened 18 or 32
+#define BLOCK (W == 16 ? 128 : 288)  // most inputs at a time: of a panel at most 32 KiB, widened as well
 #define FEW 36                       // rows, of which each panel is read once
 #define PAIR_ROWS 3                  // up to which two panels share them: one alone has few sums
 #define MANY 192                     // rows at a time; a multiple of MAX_ROWS
@@ -24,8 +24,8 @@ enum { MAKE = 1, TAKE };             // of weights as floats: see `few_tile`
 const int64_t NAME(panel)[2] = {PANEL, DEPTH};
 
 // sums [panels][rows][PANEL] += n inputs of x times those of neighbouring panels; from 0 if
-// `is_first`. Constant rows, panels and use of `wide`: a place for the weights as floats, of one panel,
-// if it is not null: they are put there (MAKE), or taken from there (TAKE). Meanwhile a share of what
+// `is_first`. Constant rows, panels and use of `wide`, a place for the weights of one panel as floats:
+// they are put there (MAKE), taken from there (TAKE), or it is not used (0). Meanwhile a share of what
 // comes next is fetched: every `1 / shares` of the bytes that are read here, from `next` on.
 INLINE void NAME(few_tile)(int rows, int panels, int use, const float *x, const T *weight,
                            int64_t panel_size, int64_t n, float *wide, const char *next, int shares,

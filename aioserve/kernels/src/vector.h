@@ -295,7 +295,7 @@ INLINE vf exp2_(vf x) {
     return (vf)((x >= -126.f) & (vi)scaled_exp(n, (x - n) * 0.693147181f));
 }
 
-// The same to 3e-6 relative, for what is rounded to bfloat16 next.
+// The same to 3e-6 relative, for weights of keys beside numbers of two bytes.
 INLINE vf exp2_rough(vf x) {
     x = maximum(x, splat(-150.f));
     vf rounded = x + ROUNDER, n = rounded - ROUNDER, r = x - n, p = splat(9.570097e-3f);  // minimax

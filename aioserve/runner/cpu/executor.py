@@ -162,7 +162,7 @@ class StepExecutor:
             return self.execute_in_mode(scheduler_output)
 
     def execute_in_mode(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Do as `execute_model`, on a thread that is in torch's inference mode."""
+        """Return what `execute_model` does; the calling thread is in torch's inference mode."""
         try:
             parts = scheduler_output.parts
             if parts and (transfers := scheduler_output.kv_connector_metadata) is not None:

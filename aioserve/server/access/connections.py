@@ -293,7 +293,7 @@ class Connection(web.RequestHandler):
             max_field_size=settings.max_header_bytes,
             auto_decompress=False,  # refused by name; aiohttp drops connections over bad ones
             access_log=None,  # type: ignore[arg-type] # as runners take it
-            tcp_keepalive=False,  # which connections have of the socket that they come by
+            tcp_keepalive=False,  # inherited from the listening socket
         )
         self._connections = connections
         self._handshake = handshake
@@ -522,8 +522,8 @@ class Site:
 
     async def start(self) -> None:
         """Take connections on the socket from now on. Raises `OSError`."""
-        # So the system asks clients that are silent for long, as it does by aiohttp, which sets it
-        # for each connection: that takes 6 calls to the system.
+        # The system probes silent clients. Connections inherit this of the socket that they come
+        # by; to set it for each, as aiohttp does, takes 6 calls to the system.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if self._tls is not None:  # asyncio's own server would not tell before a handshake
             self._acceptor = Acceptor(self._socket, self._shake_hands, BACKLOG)

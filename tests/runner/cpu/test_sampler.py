@@ -514,3 +514,14 @@ def test_where_maxima_are_noted_most_logits_are_not_read(rows: int) -> None:
         assert set(sampler.sample(own, inputs).token_ids.tolist()) <= {5000, 5001}
         assert sampler.sample(own.clone(), inputs).token_ids.tolist() == [6000] * rows
         assert sampler.sample(own[:1], inputs.take(np.arange(1))).token_ids.tolist() == [6000]
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_a_best_logit_that_is_gone_is_looked_for_in_all_of_its_row(rows: int) -> None:
+    logits = make_logits(rows, vocab_size=300)
+    logits[:, 299] = 100.0  # in the last stretch: behind it lies another row, or nothing
+    own = noted(logits, 32)
+    own[:, 299] = -100.0
+    inputs = columns_of([SamplingParams(temperature=0)] * rows, 300)
+    assert sampler.sample(own, inputs).token_ids.tolist() == own.argmax(-1).tolist()

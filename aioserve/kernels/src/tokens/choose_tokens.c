@@ -107,11 +107,21 @@ INLINE void find_tops_together(int lanes, const float *maxima, int64_t size, int
     }
 }
 
-// Where `most` is, the largest of what lies there, or NaN: the first of it.
-INLINE int64_t first_of(const float *p, float most) {
+// Where the first of `most` is, or of NaN; `count`: nowhere.
+INLINE int64_t first_of(const float *p, int64_t count, float most) {
     int64_t place = 0;
-    while (p[place] != most && p[place] == p[place]) place++;
+    while (place < count && p[place] != most && p[place] == p[place]) place++;
     return place;
+}
+
+// Where the first of the largest of a row is, which becomes `best`; `size`: not where `tops` say.
+static int64_t first_best(const float *row, int64_t size, const float *tops, int64_t count,
+                          float *best) {
+    *best = largest(tops, count);
+    const int64_t begin = first_of(tops, count, *best) * STRETCH;
+    const int64_t length = size - begin < STRETCH ? size - begin : STRETCH;
+    const int64_t place = length > 0 ? first_of(row + begin, length, *best) : length;
+    return place < length ? begin + place : size;
 }
 
 // The k-th largest of a row of more numbers than k: at the root of a heap of the k largest.
@@ -251,7 +261,7 @@ int choose_tokens(const float *logits, int64_t rows, int64_t size, const float *
     const int64_t at_once = maxima && !seeds && rows >= W ? W : 1;  // no row takes long then
     int told = ALL_CHOSEN;
 #pragma omp parallel for schedule(dynamic) reduction(| : told) \
-    if (rows > 1 && rows * size >= PARALLEL_SAMPLING_FROM)
+    if (rows > at_once && rows * size >= PARALLEL_SAMPLING_FROM)
     for (int64_t first = 0; first < rows; first += at_once) {
         float tops[at_once * count];
         const int64_t begin = first + at_once > rows ? rows - at_once : first;
@@ -262,13 +272,11 @@ int choose_tokens(const float *logits, int64_t rows, int64_t size, const float *
         for (int64_t i = first; i < begin + at_once; i++) {
             const float *row = logits + i * size;
             float *const own_tops = tops + (i - begin) * count;
-            if (maxima) best[i] = largest(own_tops, count);
-            if (!maxima || best[i] != best[i]) {
+            token_ids[i] = maxima ? first_best(row, size, own_tops, count, best + i) : size;
+            if (token_ids[i] == size) {  // also where what was noted is there no more
                 find_tops(row, size, count, own_tops);
-                best[i] = largest(own_tops, count);
+                token_ids[i] = first_best(row, size, own_tops, count, best + i);
             }
-            const int64_t stretch = first_of(own_tops, best[i]) * STRETCH;
-            token_ids[i] = stretch + first_of(row + stretch, best[i]);
             is_open[i] = 0;
             if (best[i] - best[i] != 0) {
                 told |= SOME_UNSOUND;
