@@ -124,7 +124,13 @@ def config_of(model: Model, **sections: Any) -> EngineConfig:
             model=str(model.path), dtype="float32", max_model_len=1025, keep_prepared=False
         ),
         runner=RunnerConfig(threads=1),
-        **({"cache": CacheConfig(num_kv_blocks=2000)} | sections),
+        **(
+            {
+                "cache": CacheConfig(num_kv_blocks=2000),
+                "speculation": SpeculationConfig(speculative_method="none"),
+            }
+            | sections
+        ),
     )
 
 
