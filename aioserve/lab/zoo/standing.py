@@ -8,12 +8,12 @@ import ast
 import functools
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -54,9 +54,6 @@ from aioserve.runner.step_times import load_profile
 from aioserve.scheduler import available_policies
 from aioserve.support import __version__
 from aioserve.support.files import config_names
-
-if TYPE_CHECKING:
-    from hashlib import _Hash as Hash
 
 # The standard: six workloads, their seeds, and the machine that they are simulated on.
 
@@ -160,7 +157,8 @@ def standard_digest(seeds: Sequence[int] = FIRST_SEEDS) -> str:
     found = sha256(repr((SCORING, SETTINGS, _stated(model))).encode())
     for name in WORKLOADS:
         for seed in seeds:
-            _add_workload(found, name, seed)
+            for part in _parts_of(name, seed):
+                found.update(part)
     return found.hexdigest()[:16]
 
 
@@ -170,16 +168,17 @@ def workload_digest(name: str, seeds: Sequence[int]) -> str:
     """
     found = sha256()
     for seed in seeds:
-        _add_workload(found, name, seed)
+        for part in _parts_of(name, seed):
+            found.update(part)
     return found.hexdigest()
 
 
-def _add_workload(found: "Hash", name: str, seed: int) -> None:
+def _parts_of(name: str, seed: int) -> Iterator[bytes]:
     workload = load_workload(name, seed)
     classes = {kind: _stated(slo) for kind, slo in workload.classes.items() if slo}
-    found.update(repr((name, seed, classes, workload.weights)).encode())
+    yield repr((name, seed, classes, workload.weights)).encode()
     for request in workload.requests:
-        found.update(repr(_stated(request)).encode())
+        yield repr(_stated(request)).encode()
 
 
 def _stated(struct: msgspec.Struct) -> list[tuple[str, Any]]:
