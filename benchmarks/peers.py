@@ -632,8 +632,9 @@ def _visit(
 
 
 def prompt_floors(model: Path, lengths: Sequence[int]) -> list[float]:
-    """Return the floor of a prompt of each of these lengths, in seconds. A process of its own calls
-    this: it imports torch, which the measuring process does without.
+    """Return the shortest time, in seconds, that this machine allows for a prompt of each length.
+    This is called in a process of its own, as it imports torch, which would take part of the
+    measuring process's memory and time.
     """
     from steps import prompt_floors
 

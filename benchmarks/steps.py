@@ -441,8 +441,8 @@ def floors_of(config: ModelConfig, threads: int) -> tuple[Floors, str]:
 
 
 def prompt_floors(path: Path, lengths: Sequence[int], chunk: int = CHUNK.default) -> list[float]:
-    """Return the floor of a prompt of each of these lengths, in seconds: what its products and its
-    attention take, on as many threads as a server has.
+    """Return the shortest time, in seconds, that this machine allows for a prompt of each length:
+    that of its products and its attention, on as many threads as a server has.
     """
     floors, _ = floors_of(ModelConfig(model=str(path)), machine.default_num_threads())
     return [sum(floor(Case(0, 0, length), chunk, floors)) for length in lengths]

@@ -113,7 +113,8 @@ class ServedModel(ABC):
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         """Logits [S, V] of the rows that sample. `attention` is that of the step of `inputs`.
 
-        Nobody changes them in place: `kernels.tokens.LogitMaxima` may be attached to them.
+        The caller must not change the logits in place, as `kernels.tokens.LogitMaxima` may be
+        attached to them, and the token would be chosen by the maxima from before the change.
         """
 
     @property

@@ -68,14 +68,16 @@ class RunningResponses:
     def enter(
         self, response_id: str, request_ids: Sequence[str], owner: str = ""
     ) -> RunningResponse:
-        """Inside the block the response can be aborted by its owner. What it yields says so:
-        requests that were not yet handed over are the caller's to abort. Entering it raises
-        `RequestIdInUseError`.
+        """Inside the block the response can be aborted by its owner. The block gets the response,
+        whose `is_aborted` tells it: requests that were not yet handed over are then the caller's to
+        abort. Entering the block raises `RequestIdInUseError`.
         """
         return RunningResponse(self, response_id, request_ids, owner)
 
     def add(self, response: RunningResponse) -> None:
-        """Raises `RequestIdInUseError`."""
+        """Take the ids of a response, which can be aborted from now on. Raises
+        `RequestIdInUseError` if another one has one of them.
+        """
         taken = response.own_ids & self._owners.keys()
         if taken:  # else an abort of one would end the other
             raise RequestIdInUseError(f"request id {min(taken)!r} is in use")

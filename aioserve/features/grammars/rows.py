@@ -213,8 +213,8 @@ def _resident() -> int:
 
 logger = logging.getLogger(__name__)
 
-# Tokens without a choice that are sent along at a time. With the token before them they are 16: the
-# kernels of a CPU compute each of so many as in a step of its own.
+# Tokens without a choice that are sent along at a time. With the token before them they are 16:
+# up to that number, a CPU's kernels give each token the bits that a step of this token alone gives.
 MAX_GUESSES = 15
 
 

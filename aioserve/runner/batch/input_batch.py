@@ -222,7 +222,7 @@ class _RepeatedStep:
         positions, ends, slots = self.numbers
         self.inputs = replace(inputs, positions=positions, seq_lens=ends, slot_mapping=slots)
         self.is_entered = False  # whether `input_ids` are what was sampled behind `positions`
-        self.num_within = 0  # steps until a row of these few begins a block; 0: also not known
+        self.num_within = 0  # steps before a row of these few begins a block; 0 if that is unknown
 
 
 class InputBatch:
