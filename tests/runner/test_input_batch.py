@@ -11,7 +11,7 @@ import torch
 
 from aioserve.params import PoolingParams, SamplingParams
 from aioserve.runner.attention.backend import IntArray, StepInputs
-from aioserve.runner.batch.input_batch import BatchPart, InputBatch, LaterPart
+from aioserve.runner.batch.input_batch import FEW_ROWS, BatchPart, InputBatch, LaterPart
 from aioserve.runner.batch.prompt_rows import PooledRows
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -229,19 +229,22 @@ def plan(chance: random.Random, running: dict[str, list[int]], next_block: int) 
     return make_step(dict.fromkeys(running, 1), cached=cached)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_step_with_the_arrays_of_the_last_one_has_the_numbers_of_a_new_one(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "most"), [*((seed, 5) for seed in range(5)), (5, FEW_ROWS + 4)])
+def test_a_step_with_the_arrays_of_the_last_one_has_the_numbers_of_a_new_one(
+    seed: int, most: int
+) -> None:
     chance, length = random.Random(seed), 1000
-    reusing, making = InputBatch(5, length, BLOCK_SIZE, overwrites=True), InputBatch(5, length, 4)
+    reusing = InputBatch(most, length, BLOCK_SIZE, overwrites=True)
+    making = InputBatch(most, length, BLOCK_SIZE)
     running: dict[str, list[int]] = {}
     last, num_reused, num_other = make_step({}), 0, 0
     inputs: StepInputs | None = None
-    for number in range(600):
+    for number in range(120 * most):
         if not running or chance.random() < 0.05:
             new, finished = [], [name for name in running if chance.random() < 0.5]
             for name in finished:
                 del running[name]
-            for index in range(5 - len(running)):
+            for index in range(most - len(running)):
                 name, count = f"{number}.{index}", chance.randint(2, 9)
                 tokens = [chance.randrange(100) for _ in range(count)]
                 blocks = [chance.randrange(1000) for _ in range(-(-count // BLOCK_SIZE))]
